@@ -33,20 +33,20 @@ UNNUMBERED = "Number 29, the VTAB groups (Figure 2), has no decision rule: see `
 
 METHOD = (
     "Each part of a rule compares the means of arms (a difference or another weighted sum) and has a 95 % confidence "
-    "interval (Welch). Each part is tested at 5 % (two-sided), with Holm's correction over the parts of the claim. Parts "
-    "that claim equality use two one-sided tests (TOST) with a margin fixed before the runs. Supported: all parts hold. "
-    "Contradicted: at least one part is ruled out. Inconclusive: anything else, or an arm has fewer than three runs. "
-    "Learning rates are chosen on separate runs and separate held-out images."
+    "interval (Welch). Each part is tested at 5 % (two-sided), with Holm's correction over the parts of the claim. "
+    "Parts that claim equality use two one-sided tests (TOST) with a margin fixed before the runs. Supported: all "
+    "parts hold. Contradicted: at least one part is ruled out. Inconclusive: anything else, or an arm has fewer than "
+    "three runs. Learning rates are chosen on separate runs and separate held-out images."
 )
 INTRODUCTION = (
-    "This page tests claims of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929) and three later claims "
-    "about the same models. Each study compares runs (arms) that differ in one setting, with several independent seeds, on held-out "
-    "training images; test images are not used. The rule is written before the runs. These runs are small: a result on "
-    "80,000 images does not settle a claim about 300 million."
+    "This page tests claims of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929) and three later "
+    "claims about the same models. Each study compares runs (arms) that differ in one setting, with several "
+    "independent seeds, on held-out training images; test images are not used. The rule is written before the runs. "
+    "These runs are small: a result on 80,000 images does not settle a claim about 300 million."
 )
 HISTORY = (
-    "Verdicts under earlier rules, with the commits of their runs. They are not evidence under the current rules: version "
-    "0.1 paired runs by seed and used two standard errors over three seeds, which cover only 82 %."
+    "Verdicts under earlier rules, with the commits of their runs. They are not evidence under the current rules: "
+    "version 0.1 paired runs by seed and used two standard errors over three seeds, which cover only 82 %."
 )
 MEANINGS = {
     "supported": "Every part of the rule holds in these small runs.",
