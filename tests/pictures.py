@@ -1,4 +1,4 @@
-"""Images, folders and shards for the tests, made with Pillow, pyarrow and tarfile alone."""
+"""Images, folders and shards for the tests, made with Pillow, pyarrow and tarfile."""
 
 import io
 import json
@@ -13,6 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+
+from plainvit.data.decode import DataError
+from plainvit.data.sources import Source, open_source
 
 
 def real_data() -> Path:
@@ -100,3 +103,17 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
     return path
+
+
+def names(source: Source) -> list[str]:
+    return [source.name(index) for index in range(len(source))]
+
+
+def catch_error(spec: Path | str, split: str = "train", **options: Any) -> str:
+    """The one line of the DataError that opening a source raises."""
+    with pytest.raises(DataError) as caught:
+        open_source(str(spec), split, **options)
+    text = str(caught.value)
+    assert text
+    assert "\n" not in text
+    return text

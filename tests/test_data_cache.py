@@ -75,7 +75,7 @@ def test_batches_do_not_depend_on_memory(tmp_path: Path, monkeypatch: pytest.Mon
     """A run that resumes on a smaller machine sees the same pixels."""
     source = make_photos(tmp_path, [(300, 400)] * 7 + [(30, 40), (20, 900)])
     expected = read_batches(source)
-    monkeypatch.setattr(cache, "available_memory", lambda: 0)
+    monkeypatch.setattr(cache, "memory_budget", lambda: 0)
     assert open_cache(source, Augment(), (32, 32)) is None
     assert torch.equal(read_batches(source, workers=2), expected)
 

@@ -68,8 +68,6 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
         "train/a/empty.png": b"",
         "train/a/again.png": png(1, 80, 80),  # of train/a/1.png
         "train/b/copy.png": png(0, 80, 80),  # of train/a/0.png
-        "train/b/strip.png": png(7, 20, 400),
-        "train/b/speck.png": png(8, 6, 7),
         "val/a/leak.png": png(2, 80, 80),  # of train/a/2.png
         "val/a/own.png": png(999, 80, 80),
     }
@@ -83,8 +81,6 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
         ("train", "a/again.png", "duplicate"),
         ("train", "a/0.png", "two labels"),
         ("train", "b/copy.png", "two labels"),
-        ("train", "b/strip.png", "odd shape"),
-        ("train", "b/speck.png", "very small"),
         ("train", "empty", "empty class"),
         ("val", "a/leak.png", "duplicate across splits"),
         *(("val", name, "empty class") for name in ("b", "c", "empty")),
@@ -95,8 +91,6 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
     assert "a/0.png" in reasons["b/copy.png"]
     assert "a/2.png" in reasons["a/leak.png"]
     assert "train" in reasons["a/leak.png"]
-    assert "400 x 20" in reasons["b/strip.png"]
-    assert "7 x 6" in reasons["b/speck.png"]
     assert all(set(one) == {"split", "name", "problem", "detail"} for one in findings)
 
 

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pictures
 import pytest
 from pictures import plant, plant_classes, png, write_parquet
 
@@ -16,7 +17,7 @@ from plainvit.data.splits import hold_out
 
 
 def names(source: Source) -> set[str]:
-    return {source.name(index) for index in range(len(source))}
+    return set(pictures.names(source))
 
 
 def held_names(root: Path, fraction: float = 0.3) -> set[str]:
@@ -96,6 +97,14 @@ def test_files_tables_and_tars_hold_out_the_same_share(tmp_path: Path, monkeypat
         assert 12 < len(held_names(tmp_path / name)) < 60
     monkeypatch.setattr(tables, "IN_MEMORY", 0)  # by name: reading all would take minutes
     assert 12 < len(held_names(tmp_path / "table")) < 60
+
+
+def test_tables_hold_out_the_same_images_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little memory, or many processes that share it."""
+    write_parquet(tmp_path / "train.parquet", [png(i) for i in range(60)], [i // 30 for i in range(60)], group=7)
+    expected = held_names(tmp_path)
+    monkeypatch.setattr(tables, "memory_budget", lambda: 0)
+    assert held_names(tmp_path) == expected
 
 
 def test_unreadable_files_are_hashed_by_name(tmp_path: Path) -> None:

@@ -12,18 +12,16 @@ fits decodes and shrinks each image again and sees the same pixels.
 
 import math
 import mmap
-import os
-from pathlib import Path
 
 import numpy as np
 
 from plainvit.config import Augment
 from plainvit.data.decode import ImageError, decode, size
+from plainvit.data.machine import memory_budget
 from plainvit.data.sources import Source, Subset
 from plainvit.data.transforms import resize_image
 
 LEAST_AREA = 0.25  # smaller crops of a shrunk image may be enlarged: by 2.2 for 5 % of the area
-MEMORY_FRACTION = 0.3  # of the free memory that a machine's processes may use together
 SAMPLE = 64  # images whose sizes are read to decide
 
 
@@ -61,8 +59,7 @@ def open_cache(source: Source, augment: Augment, out: tuple[int, int]) -> Decode
     """The images of a source in memory if they fit, else None."""
     least = _find_least_size(augment, out)
     stored = _measure(source, least)
-    processes = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
-    available = MEMORY_FRACTION * available_memory() / processes / len(source)
+    available = memory_budget() / len(source)
     if stored is None or stored > available:
         return None
     return Decoded(source, least, min(math.ceil(4 * stored), int(available)))  # photos differ in shape and size
@@ -110,17 +107,3 @@ def shrink(data: bytes | np.ndarray, least: tuple[float, float]) -> np.ndarray:
     if target == extent:
         return decode(data)
     return resize_image(decode(data, target), target).permute(1, 2, 0).contiguous().numpy()
-
-
-def available_memory() -> int:
-    """Free memory of the machine, including its page cache, or of the container that the process runs in."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    try:
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        return max(min(free, limit - used), 0)
-    except (OSError, ValueError):  # no container, or "max": no limit
-        return free

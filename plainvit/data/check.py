@@ -4,8 +4,7 @@ plainvit data info photos/          plainvit data check photos/ --save bad.jsonl
 """
 
 import hashlib
-import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -20,9 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from plainvit.data import known
-from plainvit.data.decode import DataError, ImageError, decode, size
+from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.folders import order_classes
 from plainvit.data.imagenet import readable_names
+from plainvit.data.machine import count_cores
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, open_source
 
 T = TypeVar("T")
@@ -54,12 +54,12 @@ def merge_classes(spec: str, sources: dict[str, Source]) -> tuple[str, ...]:
 
 def map_threads(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
     """Yield work(0), work(1), ... in order, computed by one thread per core, with a progress bar."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        console, indices = Console(stderr=True), iter(range(count))
-        pending = [pool.submit(work, index) for index in islice(indices, 64)]
+    console, indices = Console(stderr=True), iter(range(count))
+    with ThreadPoolExecutor(count_cores()) as pool:
+        pending = deque(pool.submit(work, index) for index in islice(indices, 64))
         for _ in track(range(count), title, transient=True, console=console, disable=not console.is_terminal):
-            first = pending.pop(0)
-            pending += [pool.submit(work, index) for index in islice(indices, 1)]
+            first = pending.popleft()
+            pending.extend(pool.submit(work, index) for index in islice(indices, 1))
             yield first.result()
 
 
@@ -71,8 +71,8 @@ def info(spec: str, sources: dict[str, Source]) -> dict[str, Any]:
     report["class_names"] = list(readable_names(classes[:NAMES_SHOWN]))
     for split, source in sources.items():
         sample = source.sample(500)
-        extents = np.array([extent for index in sample if (extent := _read_size(source, index)) is not None])
-        counts = _count_classes(source)
+        extents = np.array([extent for index in sample if (extent := _read_size(source, index))])
+        counts = count_images(source)
         report["splits"][split] = {
             "images": len(source),
             "fingerprint": source.fingerprint(),
@@ -85,13 +85,14 @@ def info(spec: str, sources: dict[str, Source]) -> dict[str, Any]:
     return report
 
 
-def _count_classes(source: Source) -> np.ndarray:
+def count_images(source: Source) -> np.ndarray:
+    """Number of images of each class."""
     return np.bincount(source.labels[source.labels >= 0], minlength=len(source.classes))
 
 
 def _read_size(source: Source, index: int) -> tuple[int, int] | None:
     try:
-        return size(source.read(index))
+        return source.extent(index)
     except (ImageError, OSError):
         return None
 
@@ -130,21 +131,18 @@ def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:
     findings: list[dict[str, Any]] = []
     seen: dict[bytes, tuple[str, str, str]] = {}  # content hash -> (split, name, class) of the first image with it
     for split, source in splits(spec, data_root).items():
-        empty = [source.classes[label] for label in np.flatnonzero(_count_classes(source) == 0)]
+        empty = [source.classes[label] for label in np.flatnonzero(count_images(source) == 0)]
         findings += [_make_finding(split, name, "empty class", "it has no images") for name in empty]
         results = map_threads(lambda index, source=source: _inspect(source, index), len(source), f"{split}: reading")
-        sizes = np.zeros((len(source), 2))
-        for index, (digest, extent, problem) in enumerate(results):
+        for index, (digest, problem) in enumerate(results):
             name = source.name(index)
             if problem:
                 findings.append(_make_finding(split, name, "unreadable", problem))
                 continue
-            sizes[index] = extent
             label = source.classes[source.labels[index]] if source.labels[index] >= 0 else ""
             if digest in seen:
                 findings += _compare_copies((split, name, label), seen[digest])
             seen.setdefault(digest, (split, name, label))
-        findings += _find_outliers(source, split, sizes)
     return findings
 
 
@@ -165,32 +163,16 @@ def _make_finding(split: str, name: str, problem: str, detail: str) -> dict[str,
     return {"split": split, "name": name, "problem": problem, "detail": detail}
 
 
-def _inspect(source: Source, index: int) -> tuple[bytes, tuple[int, int], str]:
-    """Read and decode one image: (content hash, size, problem)."""
+def _inspect(source: Source, index: int) -> tuple[bytes, str]:
+    """Read and decode one image: (content hash, problem)."""
     try:
         data = source.read(index)
-        if isinstance(data, np.ndarray):
-            return hashlib.sha256(data.tobytes()).digest(), (data.shape[0], data.shape[1]), ""
-        pixels = decode(data)
-        if data[:2] == b"\xff\xd8":
+        decode(data)
+        if isinstance(data, bytes) and data[:2] == b"\xff\xd8":
             simplejpeg.decode_jpeg(data, "GRAY")  # strict: finds damage that other decoders ignore
-        return hashlib.sha256(data).digest(), (pixels.shape[0], pixels.shape[1]), ""
+        return hashlib.sha256(data if isinstance(data, bytes) else data.tobytes()).digest(), ""
     except (ValueError, OSError) as error:  # ImageError among them
-        return b"", (0, 0), (str(error).splitlines() or ["unknown"])[0]
-
-
-def _find_outliers(source: Source, split: str, sizes: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Images far smaller than most, or with an aspect ratio over 8."""
-    good = sizes[sizes[:, 0] > 0]
-    typical = np.median(good.min(1)) if len(good) else 0
-    for index, (height, width) in enumerate(sizes):
-        if not height:
-            continue
-        detail = f"{int(width)} x {int(height)} pixels"
-        if max(height, width) > 8 * min(height, width):
-            yield _make_finding(split, source.name(index), "odd shape", detail)
-        elif min(height, width) < typical / 8:
-            yield _make_finding(split, source.name(index), "very small", detail)
+        return b"", (str(error).splitlines() or ["unknown"])[0]
 
 
 def check_table(findings: list[dict[str, Any]]) -> Group:

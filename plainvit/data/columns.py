@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,14 @@ from plainvit.data.decode import DataError
 from plainvit.data.folders import order_classes
 
 MOST_CLASSES = 1_000_000  # larger labels without class names are invalid
-Layout = tuple[str, str | None, tuple[str, ...]]  # column of images, column of labels, class names
+
+
+class Layout(NamedTuple):
+    """The columns of a file and its class names, if the schema has them."""
+
+    image: str
+    label: str | None
+    names: tuple[str, ...]
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -46,50 +54,52 @@ def report_damage(path: Path) -> Iterator[None]:
 
 
 class ParquetFile:
-    """To read one image, parquet decodes its whole row group: up to thousands of images."""
+    """An open file. To read one image, parquet decodes its whole row group: up to thousands of images."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with report_damage(path):
             self.file = pq.ParquetFile(map_file(path))
-        self.schema, self.bytes = self.file.schema_arrow, path.stat().st_size
+        self.layout, self.bytes = find_columns(path, self.file.schema_arrow), path.stat().st_size
         self.rows = [self.file.metadata.row_group(group).num_rows for group in range(self.file.num_row_groups)]
 
-    def read_column(self, name: str) -> pa.ChunkedArray:
+    def read_labels(self) -> pa.ChunkedArray:
         with report_damage(self.path):
-            return self.file.read([name], use_threads=False).column(0)
+            return self.file.read([self.layout.label], use_threads=False).column(0)
 
-    def read_images(self, group: int, column: str) -> pa.ChunkedArray:
+    def read_images(self, group: int) -> pa.ChunkedArray:
         with report_damage(self.path):
-            return _get_bytes(self.file.read_row_group(group, [column], use_threads=False).column(0))
+            column = self.file.read_row_group(group, [self.layout.image], use_threads=False).column(0)
+        if not pa.types.is_struct(column.type):
+            return column
+        return pa.chunked_array([chunk.field("bytes") for chunk in column.chunks], column.type.field("bytes").type)
 
 
-def _get_bytes(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    if not pa.types.is_struct(column.type):
-        return column
-    return pa.chunked_array([chunk.field("bytes") for chunk in column.chunks], column.type.field("bytes").type)
+def find_columns(path: Path, schema: pa.Schema) -> Layout:
+    image = next((name for name in ("image", "img", "jpg") if name in schema.names), None)
+    label = next((name for name in ("label", "labels", "fine_label", "cls") if name in schema.names), None)
+    if image is None:
+        raise DataError(f"{path} has no column image, img or jpg: its columns are {', '.join(schema.names)}")
+    kind = schema.field(image).type
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        kind = kind.field("bytes").type
+    if is_text(kind):
+        raise DataError(f"{path} contains image paths, not bytes: give the folder of the images, or a labels.csv")
+    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        raise DataError(f"the column {image} of {path} must contain encoded images, got {kind}")
+    try:  # class names as the `datasets` library stores them
+        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]
+        names = tuple(str(name) for name in feature["names"])
+    except (KeyError, ValueError, TypeError, RecursionError):
+        names = ()
+    return Layout(image, label, names)
 
 
-# Labels and layout ----------------------------------------------------------------------------------------------------
+# Labels ---------------------------------------------------------------------------------------------------------------
 
 
-def read_integers(column: pa.ChunkedArray, where: str) -> np.ndarray:
-    if not pa.types.is_integer(column.type) or column.null_count:
-        content = f"{column.null_count} empty cells" if column.null_count else f"{column.type}"
-        raise DataError(f"{where} must contain integers, got {content}")
-    return column.to_numpy().astype(np.int64)
-
-
-def check_range(labels: np.ndarray, names: tuple[str, ...], where: Path) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels as int32 and their classes, which are numbers if `names` is empty."""
-    top = int(labels.max(initial=-1))
-    if top >= (len(names) or MOST_CLASSES) or labels.min(initial=0) < -1:
-        raise DataError(f"{where} has labels outside its {len(names) or MOST_CLASSES:,} classes")
-    return labels.astype(np.int32), names or tuple(map(str, range(top + 1)))
-
-
-def is_text(column: pa.ChunkedArray) -> bool:
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+def is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
@@ -101,34 +111,24 @@ def read_names(columns: Sequence[pa.ChunkedArray], where: Path) -> tuple[str, ..
     return tuple(order_classes(names))
 
 
-def convert_names(column: pa.ChunkedArray, names: tuple[str, ...], where: str) -> np.ndarray:
-    labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(names, pa.string()))
-    if labels.null_count:
-        unknown = column.filter(labels.is_null())[0].as_py()
-        problem = f"the class {unknown!r}, which the training images lack" if unknown else "empty labels"
-        raise DataError(f"{where} has {problem}")
-    return labels.to_numpy().astype(np.int64)
+def convert_labels(column: pa.ChunkedArray, names: tuple[str, ...], where: Path) -> np.ndarray:
+    """Labels as integers; strings are looked up in the class names."""
+    if is_text(column.type):
+        labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(names, pa.string()))
+        if labels.null_count:
+            unknown = column.filter(labels.is_null())[0].as_py()
+            problem = f"the label {unknown!r}, which the training images lack" if unknown else "empty labels"
+            raise DataError(f"{where} has {problem}")
+        return labels.to_numpy().astype(np.int64)
+    if not pa.types.is_integer(column.type) or column.null_count:
+        content = f"{column.null_count} empty cells" if column.null_count else f"{column.type}"
+        raise DataError(f"the labels of {where} must be integers or strings, got {content}")
+    return column.to_numpy().astype(np.int64)
 
 
-def find_columns(path: Path, schema: pa.Schema) -> Layout:
-    image = next((name for name in ("image", "img", "jpg") if name in schema.names), None)
-    label = next((name for name in ("label", "labels", "fine_label", "cls") if name in schema.names), None)
-    if image is None:
-        raise DataError(f"{path} has no column image, img or jpg: its columns are {', '.join(schema.names)}")
-    kind = schema.field(image).type
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        kind = kind.field("bytes").type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        raise DataError(f"{path} contains image paths, not bytes: give the folder of the images, or a labels.csv")
-    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-        raise DataError(f"the column {image} of {path} must contain encoded images, got {kind}")
-    return image, label, _read_hub_names(schema.metadata or {}, label)
-
-
-def _read_hub_names(metadata: dict[bytes, bytes], label: str | None) -> tuple[str, ...]:
-    """Class names as the `datasets` library stores them in the schema."""
-    try:
-        feature = json.loads(metadata[b"huggingface"])["info"]["features"][label]
-        return tuple(str(name) for name in feature["names"])
-    except (KeyError, ValueError, TypeError, RecursionError):
-        return ()
+def check_range(labels: np.ndarray, names: tuple[str, ...], where: Path) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels as int32 and their classes, which are numbers if `names` is empty."""
+    top = int(labels.max(initial=-1))
+    if top >= (len(names) or MOST_CLASSES) or labels.min(initial=0) < -1:
+        raise DataError(f"{where} has labels outside its {len(names) or MOST_CLASSES:,} classes")
+    return labels.astype(np.int32), names or tuple(map(str, range(top + 1)))

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from plainvit.data.decode import ImageError
+from plainvit.data.machine import count_cores
 from plainvit.data.sources import Source
 
 SAMPLE = 64  # images hashed by default
@@ -60,7 +61,7 @@ def content_numbers(source: Source) -> np.ndarray:
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) / 2**64
 
     source.load()
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+    with ThreadPoolExecutor(1 if source.is_sequential() else min(count_cores(), 16)) as pool:
         chunks = [range(start, min(start + 256, len(source))) for start in range(0, len(source), 256)]
         numbers = pool.map(lambda chunk: [compute(index) for index in chunk], chunks)
         return np.concatenate([*log_progress(numbers, len(chunks), f"hashing {len(source):,} images")])

@@ -23,36 +23,22 @@ def open_folder(folder: Path, split: str) -> Source:
         return tables.open_parquet(folder, split)
     if shards.has_tars(folder):
         return shards.open_tars(folder, split)
-    image_list = lists.find_list(folder)
-    if image_list:
-        return lists.open_list(image_list, split)
+    if (folder / lists.LIST).is_file():
+        return lists.open_list(folder / lists.LIST, split)
     folders = _find_split_folders(folder)
     if not folders and split == "train":
         return _open_class_folders(folder, class_names(folder))
     if split not in folders:
         raise MissingSplitError(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
-    if "train" in folders:
-        classes = _read_classes(folders["train"])
-    else:
-        classes = order_classes({name for path in folders.values() for name in _read_classes(path)})
-    image_list = lists.find_list(folders[split])
-    if image_list:
-        return lists.open_list(image_list, split, folder_of=split, classes=classes)
+    labelled = [folders["train"]] if "train" in folders else folders.values()
+    classes = order_classes({name for path in labelled for name in class_names(path)})
     return _open_class_folders(folders[split], classes)
 
 
 def _find_split_folders(folder: Path) -> dict[str, Path]:
     """The folder of each split. Without train/, only folders with classes inside count: a class may be named dev."""
     folders = {name: next((folder / a for a in names if (folder / a).is_dir()), None) for name, names in SPLITS.items()}
-    return {name: path for name, path in folders.items() if path and (folders["train"] or _read_classes(path))}
-
-
-def _read_classes(folder: Path) -> list[str]:
-    """The classes of a split folder, from its list or its class folders."""
-    from plainvit.data import lists
-
-    image_list = lists.find_list(folder)
-    return lists.list_classes(image_list) if image_list else class_names(folder)
+    return {name: path for name, path in folders.items() if path and (folders["train"] or class_names(path))}
 
 
 def class_names(folder: Path) -> list[str]:
@@ -70,12 +56,13 @@ def order_classes(names: Iterable[str]) -> list[str]:
 
 
 def _open_class_folders(folder: Path, classes: Sequence[str]) -> Source:
-    unknown = sorted(set(class_names(folder)).difference(classes))
-    if unknown:
-        raise DataError(f"{folder} has the class {unknown[0]!r}, which the training images do not have")
-    if not classes:
+    own = class_names(folder)
+    if not own:
         layout = "put the images of each class into a folder of its own, such as beagle/1.jpg"
         raise DataError(f"{folder} has no class folders and no labels.csv: {layout}")
+    unknown = sorted(set(own).difference(classes))
+    if unknown:
+        raise DataError(f"{folder} has the class {unknown[0]!r}, which the training images do not have")
     by_class: dict[str, list[str]] = {name: [] for name in classes}
     for path in find_images(folder):
         top, is_inside, _ = path.partition("/")

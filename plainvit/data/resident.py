@@ -6,7 +6,6 @@ launched by a thread while the device works on earlier steps.
 
 import logging
 import math
-import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -17,16 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plainvit.config import Augment
-from plainvit.data.cache import available_memory
 from plainvit.data.content import log_progress
 from plainvit.data.decode import ImageError, decode
+from plainvit.data.machine import MEMORY_FRACTION, available_memory, count_cores, memory_budget
 from plainvit.data.sources import Source
 from plainvit.data.transforms import augment_batch, crop_boxes
 from plainvit.data.workers import check_bad_count, read_next
 
 log = logging.getLogger("plainvit")
 PIXELS_AT_ONCE = 2**25  # augmented together: some hundred megabytes
-MEMORY_FRACTION = 0.3  # of the free memory that a set may take
 T = TypeVar("T")
 
 
@@ -57,9 +55,7 @@ class ResidentMemoryError(ValueError):
 
 def available_bytes(device: torch.device) -> int:
     """Free memory of the device; on the host, including the page cache."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_memory()
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
 def find_resident_sizes(
@@ -78,7 +74,7 @@ def find_resident_sizes(
     elif device.type == "cuda":
         side_limit, byte_limit = 256, free * MEMORY_FRACTION
     else:  # on a CPU, cropping a large padded image takes longer than decoding it again
-        side_limit, byte_limit = 160, min(free * MEMORY_FRACTION, 4e9)
+        side_limit, byte_limit = 160, min(memory_budget(), 4e9)
     sizes = np.empty((0, 2), int)
     everything = range(len(source))
     for index in (everything,) if required else (source.sample(64), everything):
@@ -190,11 +186,9 @@ def _resize_rows(images: Tensor, start: Tensor, length: Tensor, out: int, pad: i
     return total / weights[:, None, :, None]
 
 
-def decode_all(
-    source: Source, bad: dict[int, str], threads: int | None = None, extents: np.ndarray | None = None
-) -> tuple[Tensor, Tensor]:
+def decode_all(source: Source, bad: dict[int, str], extents: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
     """Decode every image: uint8 [N, 3, H, W] and sizes [N, 2]. Uses threads: the decoder releases the GIL."""
-    count, threads = len(source), threads or os.cpu_count() or 1
+    count = len(source)
     extents = _read_sizes(source, range(count)) if extents is None else extents
     height, width = (int(side) for side in extents.max(0))
     images = torch.zeros((count, 3, height, width), dtype=torch.uint8)
@@ -209,7 +203,7 @@ def decode_all(
             except (ImageError, OSError) as error:
                 bad[index] = str(error)
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(count_cores()) as pool:
         starts = range(0, count, 256)
         list(log_progress(pool.map(fill, starts), len(starts), f"reading {count:,} images"))
     check_bad_count(len(bad), count)

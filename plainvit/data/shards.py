@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from plainvit.data.columns import MOST_CLASSES, check_range, map_file, report_damage
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.sources import SUFFIXES, MissingSplitError, Names, Source, check_length
+from plainvit.data.folders import class_names
+from plainvit.data.sources import SPLITS, SUFFIXES, MissingSplitError, Names, Source, check_length
 from plainvit.data.tables import INDEX, find_split
 
 HEADER_LIMIT = 2**20  # bytes of one header of a tar
@@ -31,8 +32,10 @@ INDEXED = {"shard": pa.string(), "name": pa.string(), "offset": pa.int64(), "len
 
 
 def has_tars(folder: Path) -> bool:
-    is_packed = any((folder / name).is_file() for name in (INDEX, UNFINISHED))
-    return is_packed or next(folder.glob("*.tar"), None) is not None
+    """Whether the images of a folder are in tars. A tar next to class folders may be the download of their images."""
+    if any((folder / name).is_file() for name in (INDEX, UNFINISHED)):
+        return True
+    return next(folder.glob("*.tar"), None) is not None and not class_names(folder)
 
 
 def open_tars(folder: Path, split: str) -> Source:
@@ -40,9 +43,8 @@ def open_tars(folder: Path, split: str) -> Source:
         raise DataError(f"{folder} is incomplete: delete it and run `plainvit data pack` again")
     table = _read_index(folder / INDEX) if (folder / INDEX).is_file() else _scan(folder)
     shards: list[str] = table.column("shard").unique().to_pylist()
-    chosen = [name for name in shards if find_split(folder / name, folder) == split]
-    if not chosen and split == "train" and not any(find_split(folder / name, folder) for name in shards):
-        chosen = shards
+    by_split = {name: [shard for shard in shards if find_split(folder / shard, folder) == name] for name in SPLITS}
+    chosen = by_split[split] if any(by_split.values()) else shards if split == "train" else []
     if not chosen:
         raise MissingSplitError(f"{folder} has no {split} split among its shards ({', '.join(shards[:4])})")
     return Tars(folder, table.filter(pa.array(np.isin(table.column("shard").to_pylist(), chosen))))
@@ -63,30 +65,23 @@ def _read_index(path: Path) -> pa.Table:
     return table
 
 
-def _read_index_classes(table: pa.Table, folder: Path) -> tuple[str, ...]:
-    """Class names as `plainvit data pack` writes them into the index."""
-    try:
-        return tuple(map(str, json.loads((table.schema.metadata or {}).get(b"plainvit", b"{}")).get("classes", ())))
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{folder / INDEX} has no readable list of classes: {error}") from error
-
-
 class Tars(Source):
     """Members of tar files, read at their offsets; checksums are verified if the index has them."""
 
     def __init__(self, folder: Path, table: pa.Table) -> None:
         self.folder = folder
-        self.shards: list[str] = table.column("shard").unique().to_pylist()
-        number = {name: index for index, name in enumerate(self.shards)}
-        self._shard = np.array([number[name] for name in table.column("shard").to_pylist()], np.int32)
+        shards = table.column("shard").combine_chunks().dictionary_encode()
+        self.shards, self._shard = shards.dictionary.to_pylist(), shards.indices.to_numpy()
         self._offset, self._length = (table.column(name).to_numpy() for name in ("offset", "length"))
         self._crc = table.column("crc32").to_numpy() if "crc32" in table.column_names else None
         self._names = Names(table.column("name").to_pylist())
-        self.labels, self.classes = check_range(
-            table.column("label").to_numpy(), _read_index_classes(table, folder), folder
-        )
+        try:
+            classes = json.loads((table.schema.metadata or {}).get(b"plainvit", b"{}")).get("classes", ())
+            names = tuple(map(str, classes))
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(f"{folder / INDEX} has no readable list of classes: {error}") from error
+        self.labels, self.classes = check_range(table.column("label").to_numpy(), names, folder)
         self._check_shards()
-        self._files: dict[int, int] = {}
 
     def files(self) -> Iterator[str]:
         return (str(self.folder / name) for name in self.shards)
@@ -103,13 +98,12 @@ class Tars(Source):
                 raise DataError(f"{path} is cut short: its index names images beyond its end")
 
     def read(self, index: int) -> bytes:
-        shard, length = int(self._shard[index]), int(self._length[index])
+        length = int(self._length[index])
         if length == NOT_A_FILE:
             raise ImageError("it is a link, a pipe, a device or a sparse file in the tar: store the image itself")
         check_length(length)
-        if shard not in self._files:
-            self._files[shard] = os.open(self.folder / self.shards[shard], os.O_RDONLY)
-        data = os.pread(self._files[shard], length, int(self._offset[index]))
+        with io.FileIO(self.folder / self.shards[self._shard[index]]) as file:  # a set may have more than can stay open
+            data = os.pread(file.fileno(), length, int(self._offset[index]))
         if self._crc is not None and zlib.crc32(data) != self._crc[index]:
             raise ImageError(f"{self.name(index)}: the checksum does not match the index")
         return data
@@ -121,13 +115,9 @@ class Tars(Source):
     def name(self, index: int) -> str:
         return self._names[index]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without file descriptors: another process opens the shards itself."""
-        return {**self.__dict__, "_files": {}}
-
 
 def _scan(folder: Path) -> pa.Table:
-    """Build an index from the headers of tars: KEY.jpg with KEY.cls or {"label": N} in KEY.json."""
+    """Build an index from the headers of tars with members KEY.jpg and KEY.cls."""
     columns: dict[str, list[Any]] = {key: [] for key in INDEXED}
     for path in sorted(folder.glob("*.tar")):
         for name, *numbers in _read_samples(path):
@@ -140,18 +130,18 @@ def _scan(folder: Path) -> pa.Table:
 def _read_samples(path: Path) -> Iterator[tuple[str, int, int, int]]:
     """(name, offset, length, label) of each image. The key of a sample is its path up to the first dot of the name."""
     images: dict[str, tuple[str, int, int]] = {}
-    labels: dict[tuple[str, str], int] = {}
+    labels: dict[str, int] = {}
     with path.open("rb") as file:
         for name, offset, length in _read_members(path):
             folder, _, base = name.rpartition("/")
             stem, _, suffix = base.partition(".")
             if stem and f".{suffix.lower()}" in SUFFIXES:
                 images[f"{folder}/{stem}"] = name, offset, length
-            elif suffix in ("cls", "json") and 0 <= length < 2**20:
+            elif suffix == "cls" and 0 <= length < 100:
                 file.seek(offset)
-                labels[f"{folder}/{stem}", suffix] = _parse_label(file.read(length), suffix, path)
+                labels[f"{folder}/{stem}"] = _parse_label(file.read(length), path)
     for key, image in images.items():
-        yield *image, labels.get((key, "cls"), labels.get((key, "json"), -1))
+        yield *image, labels.get(key, -1)
 
 
 class _LimitedFile(io.FileIO):
@@ -179,18 +169,11 @@ def _read_members(path: Path) -> Iterator[tuple[str, int, int]]:
         raise DataError(f"{path} is cut short or not a tar file: {error}") from error
 
 
-def _parse_label(data: bytes, suffix: str, path: Path) -> int:
-    """The label in a .cls or .json member; -1 if a .json has none."""
-    if suffix == "cls":
-        if not data.strip().removeprefix(b"-").isdigit():
-            raise DataError(f"{path}: a .cls member must contain an integer, got {data[:20]!r}")
-        label = int(data)
-    else:
-        try:
-            label = json.loads(data).get("label", -1)
-        except (ValueError, AttributeError, RecursionError):
-            return -1
-        label = label if type(label) is int else -1
+def _parse_label(data: bytes, path: Path) -> int:
+    """The label in a .cls member."""
+    if not data.strip().removeprefix(b"-").isdigit():
+        raise DataError(f"{path}: a .cls member must contain an integer, got {data[:20]!r}")
+    label = int(data)
     if not -1 <= label < MOST_CLASSES:
         raise DataError(f"{path}: the label {label} is invalid (0 to {MOST_CLASSES - 1:,}, or -1 for none)")
     return label

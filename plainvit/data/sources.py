@@ -2,8 +2,7 @@
 
 photos/                       class folders, optionally inside train/ val/ test/
 photos/labels.csv             a list: file,label[,split]
-shards/                       parquet as the Hugging Face hub stores it, or tar shards with an index
-train.parquet                 one such file
+shards/, train.parquet        parquet as the Hugging Face hub stores it, a folder or one file; or tar shards
 hf:org/dataset                parquet from the hub
 cifar10, oxford-pets, ...     known sets, below the data root
 digits, shapes:size=64        built in
@@ -80,6 +79,10 @@ class Source(ABC):
     def load(self) -> None:
         """Read what all workers need, before they are forked."""
         return
+
+    def is_sequential(self) -> bool:
+        """Whether reading out of order is slow, once loaded."""
+        return False
 
     def image(self, index: int) -> np.ndarray:
         return decode(self.read(index))
@@ -178,6 +181,9 @@ class View(Source):
         for source in self.sources:
             source.load()
 
+    def is_sequential(self) -> bool:
+        return any(source.is_sequential() for source in self.sources)
+
     def files(self) -> Iterable[str]:
         return chain.from_iterable(source.files() for source in self.sources)
 
@@ -192,11 +198,6 @@ class Subset(View):
 
     def locate(self, index: int) -> tuple[Source, int]:
         return self.source, int(self.indices[index])
-
-    def files(self) -> Iterable[str]:
-        if isinstance(self.source, Files):
-            return map(self.source.path, self.indices.tolist())
-        return super().files()
 
 
 class ConcatSource(View):
@@ -335,18 +336,20 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
 def _exclude(source: Source, path: Path) -> Source:
     from plainvit.data.known import official_split
 
-    excluded = _read_excluded(path, {source.split, official_split(source.spec, source.split)})
+    excluded = _read_excluded(path, (source.split, official_split(source.spec, source.split)))
     keep = [index for index in range(len(source)) if source.name(index) not in excluded]
     if not keep:
         raise DataError(f"--exclude {path} removes all images of the {source.split} split of {source.spec}")
+    if excluded and len(keep) == len(source) and source.split == "train":
+        log.warning("--exclude %s has no training image: names are as in `plainvit data check %s`", path, source.spec)
     return Subset(source, np.array(keep))
 
 
-def _read_excluded(path: Path, splits: set[str]) -> set[str]:
+def _read_excluded(path: Path, splits: tuple[str, str]) -> set[str]:
     """Read names, one per line, or findings in JSON, which apply only to their own split."""
     names: set[str] = set()
-    for line, text in enumerate(path.read_text(encoding="utf-8", errors="surrogateescape").split("\n"), 1):
-        finding: Any = {"name": text} if text.strip() else None
+    for line, text in enumerate(path.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n"), 1):
+        finding: dict[str, Any] = {"name": text}
         if text.startswith("{"):
             try:
                 finding = json.loads(text)
@@ -354,6 +357,6 @@ def _read_excluded(path: Path, splits: set[str]) -> set[str]:
                 raise DataError(f"{path} line {line} is not valid JSON: {error}") from error
             if not isinstance(finding.get("name"), str):
                 raise DataError(f'{path} line {line} has no image name under the key "name"')
-        if finding and ("split" not in finding or finding["split"] in splits):
+        if finding["name"].strip() and ("split" not in finding or finding["split"] in splits):
             names.add(finding["name"])
     return names

@@ -130,11 +130,11 @@ def choose_split(model: str | Path, data: str, split: str, data_root: str | Path
 def find_data_problems(config: Config, splits: Splits) -> Iterator[tuple[str, str]]:
     """Problems of a resolved config with its training images: (problem, fix)."""
     images = len(splits.train)
-    counts = np.bincount(splits.train.labels, minlength=len(splits.classes))
-    empty = [name for name, count in zip(splits.classes, counts, strict=True) if not count]
-    if empty:
+    empty = np.flatnonzero(np.bincount(splits.train.labels, minlength=len(splits.classes)) == 0)
+    if len(empty):
         words = f"{len(empty)} classes have" if len(empty) > 1 else "1 class has"
-        yield f"{words} no training image ({', '.join(empty[:3])})", "add images or remove the class folder"
+        names = ", ".join(splits.classes[label] for label in empty[:3])
+        yield f"{words} no training image ({names})", "add images or remove the class folder"
     if config.batch > images:
         yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
     if config.init and 0 < config.steps < LEAST_STEPS:

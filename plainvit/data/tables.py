@@ -15,21 +15,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from plainvit.data.columns import (
-    Layout,
-    ParquetFile,
-    check_range,
-    convert_names,
-    find_columns,
-    is_text,
-    read_integers,
-    read_names,
-)
+from plainvit.data.columns import Layout, ParquetFile, check_range, convert_labels, is_text, read_names
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.folders import class_names
+from plainvit.data.machine import memory_budget
 from plainvit.data.sources import SPLITS, MissingSplitError, Source
 
-IN_MEMORY = 4 * 2**30  # bytes of images that a process and its workers keep in memory
+IN_MEMORY = 4 * 2**30  # bytes of images that a process and its workers keep in memory at most
 SLOW_GROUP = 8 * 2**20  # bytes of a row group that is slow to decode for each image
 INDEX = "index.parquet"  # the index of tar shards (shards.py), not a table of images
 log = logging.getLogger("plainvit")
@@ -46,9 +38,9 @@ def _find_parquet_files(folder: Path) -> list[Path]:
     """Files in the folder, in its subfolders and in CONFIG/SPLIT/ (the hub's layout), without a full search."""
     split_names = [name for names in SPLITS.values() for name in names]
     candidates = (f"{folder}/{top}/{name}" for top in class_names(folder) for name in split_names)
-    deep = [path for path in candidates if os.path.isdir(path)]  # noqa: PTH112  (thousands of classes: Path is slow)
+    deep = [Path(path) for path in candidates if os.path.isdir(path)]  # noqa: PTH112  (thousands of classes)
     files = [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]
-    files += [path for parent in deep for path in sorted(Path(parent).glob("*.parquet"))]
+    files += [path for parent in deep for path in sorted(parent.glob("*.parquet"))]
     return [path for path in files if path.name != INDEX]
 
 
@@ -100,85 +92,83 @@ class Table(Source):
     def __init__(self, paths: Sequence[Path], class_paths: Sequence[Path] = ()) -> None:
         self.paths, self.class_paths = list(paths), list(class_paths or paths)
         self._files = [ParquetFile(path) for path in self.paths]
-        self._column, label, names = self._find_layout()
-        self._groups = [(f, g) for f, file in enumerate(self._files) for g in range(len(file.rows))]
+        layout = self._files[0].layout
+        for file in self._files[1:]:
+            if file.layout != layout:
+                raise DataError(f"{file.path} has other columns or class names than {self.paths[0].name}")
+        self._groups = [(file, group) for file in self._files for group in range(len(file.rows))]
         self._ends = np.cumsum([rows for file in self._files for rows in file.rows], dtype=np.int64)
         per_file = np.array([sum(file.rows) for file in self._files])
         self._first = np.cumsum(per_file) - per_file  # number of each file's first row
-        self.labels, self.classes = self._read_labels(label, names)
+        self.labels, self.classes = self._read_labels(layout)
         self._images: dict[int, pa.ChunkedArray] = {}  # of each group; of the last one if memory is short
         self._fits: bool | None = None  # whether all images fit into memory; None until they are loaded
         self._lock = threading.Lock()
 
-    def _find_layout(self) -> Layout:
-        """The columns and class names, which must be the same in all files."""
-        first, *others = [find_columns(file.path, file.schema) for file in self._files]
-        for path, other in zip(self.paths[1:], others, strict=True):
-            if other[:2] != first[:2]:
-                raise DataError(f"{path} has the columns {other[:2]}, but {self.paths[0].name} has {first[:2]}")
-            if other[2] != first[2]:
-                raise DataError(f"{path} has other class names than {self.paths[0].name}")
-        return first
-
-    def _read_labels(self, label: str | None, names: tuple[str, ...]) -> tuple[np.ndarray, tuple[str, ...]]:
-        where = self.paths[0].parent
-        if label is None:
+    def _read_labels(self, layout: Layout) -> tuple[np.ndarray, tuple[str, ...]]:
+        where, names = self.paths[0].parent, layout.names
+        if layout.label is None:
             return check_range(np.full(sum(sum(file.rows) for file in self._files), -1), names, where)
-        columns = [file.read_column(label) for file in self._files]
-        titles = [f"the column {label} of {path}" for path in self.paths]
-        if all(map(is_text, columns)):
-            if not names:
-                others = [] if self.class_paths == self.paths else [ParquetFile(path) for path in self.class_paths]
-                names = read_names([file.read_column(label) for file in others] or columns, where)
-            labels = [convert_names(column, names, title) for column, title in zip(columns, titles, strict=True)]
-        else:
-            labels = [read_integers(column, title) for column, title in zip(columns, titles, strict=True)]
+        columns = [file.read_labels() for file in self._files]
+        if not names and all(is_text(column.type) for column in columns):
+            others = [] if self.class_paths == self.paths else [ParquetFile(path) for path in self.class_paths]
+            names = read_names([file.read_labels() for file in others] or columns, where)
+        labels = [convert_labels(column, names, path) for column, path in zip(columns, self.paths, strict=True)]
         return check_range(np.concatenate(labels), names, where)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self._files)
+
+    def is_sequential(self) -> bool:
+        return self._fits is False
 
     def load(self) -> None:
         """Read all images into memory if they fit, once for this process and the workers that it forks."""
         if self._fits is not None:
             return
-        limit, size = memory_limit(IN_MEMORY), sum(file.bytes for file in self._files)
-        total = 0
-        for group in range(len(self._groups) if size <= limit else 0):
-            self._images[group] = self._read_group(group)
-            total += self._images[group].nbytes
+        limit, total = min(IN_MEMORY, memory_budget()), 0
+        for number in range(len(self._groups) if self.total_bytes <= limit else 0):
+            self._images[number] = self._read_group(number)
+            total += self._images[number].nbytes
             if total > limit:  # more than the files: parquet stores equal images once
                 self._images.clear()
                 break
         self._fits = len(self._images) == len(self._groups)
-        if not self._fits and size > SLOW_GROUP * len(self._groups):
+        mean = self.total_bytes // max(len(self._groups), 1)
+        if not self._fits and mean > SLOW_GROUP:
             log.warning(
                 "%s: each read decodes a row group of %d MiB, because the images do not fit into memory; "
                 "`plainvit data pack` writes a copy that reads faster",
                 self.paths[0].parent,
-                (size // len(self._groups)) >> 20,
+                mean >> 20,
             )
 
     def read(self, index: int) -> bytes:
-        group = int(np.searchsorted(self._ends, index, "right"))
-        row = index - (int(self._ends[group - 1]) if group else 0)
-        images = self._images.get(group)
+        number = int(np.searchsorted(self._ends, index, "right"))
+        row = index - (int(self._ends[number - 1]) if number else 0)
+        images = self._images.get(number)
         if images is None:
             with self._lock:
                 self.load()
-                if group not in self._images:
-                    self._images = {group: self._read_group(group)}
-                images = self._images[group]
+                if number not in self._images:
+                    self._images = {number: self._read_group(number)}
+                images = self._images[number]
         data = images[row].as_py()
         if not data:
             raise ImageError("the row has no image bytes, only a path or nothing")
         return data
 
     def identify(self, index: int) -> bytes:
-        """The image, or its name if the files are too large for memory: reading all would take minutes."""
-        self.load()
-        return self.read(index) if self._fits else self.name(index).encode()
+        """The image, or its name if the files are so large that reading all would take minutes.
 
-    def _read_group(self, group: int) -> pa.ChunkedArray:
-        file, inside = self._groups[group]
-        return self._files[file].read_images(inside, self._column)
+        The limit is the same on every machine, so that the same images are held out.
+        """
+        return self.read(index) if self.total_bytes <= IN_MEMORY else self.name(index).encode()
+
+    def _read_group(self, number: int) -> pa.ChunkedArray:
+        file, group = self._groups[number]
+        return file.read_images(group)
 
     def name(self, index: int) -> str:
         file = int(np.searchsorted(self._first, index, "right")) - 1
@@ -188,15 +178,9 @@ class Table(Source):
         return map(str, self.paths)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs to open the files itself."""
+        """What another machine needs to open the files itself."""
         return {name: getattr(self, name) for name in ("paths", "class_paths", "spec", "split")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["paths"], state["class_paths"])
         self.__dict__.update(state)
-
-
-def memory_limit(most: int) -> int:
-    """Bytes that one process may keep: `most`, or a quarter of the machine's memory, divided by its processes."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(most, total // 4) // max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)

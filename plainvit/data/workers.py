@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ from torch.utils.data._utils import signal_handling
 
 from plainvit.config import Preprocess
 from plainvit.data.decode import DataError, ImageError
+from plainvit.data.machine import count_cores, count_local_processes
 from plainvit.data.order import uniforms
 from plainvit.data.sources import Source
 from plainvit.data.transforms import DRAWS, TRIES, crop_and_resize, crop_boxes, preprocess_image
@@ -32,8 +32,7 @@ Item = tuple[Tensor, Tensor, Tensor, list[tuple[int, str]]]
 
 def default_workers() -> int:
     """Data workers per process: its part of the machine's cores, less one for the process itself."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # set by torchrun
-    return max((os.cpu_count() or 1) // processes - 1, 1)
+    return max(count_cores() // count_local_processes() - 1, 1)
 
 
 class Train(Dataset[Item]):
@@ -155,7 +154,7 @@ def _start_pool(work: Dataset[Item], start: int, stop: int | None, workers: int,
         num_workers=workers,
         pin_memory=pin,
         prefetch_factor=max(min(4, 32 // workers), 1) if workers else None,  # at most 32 batches, unless more workers
-        multiprocessing_context=multiprocessing.get_context("fork") if workers and os.name == "posix" else None,
+        multiprocessing_context="fork" if workers else None,
         generator=torch.Generator(),
         worker_init_fn=functools.partial(_exit_with_parent, os.getpid()),
     )
