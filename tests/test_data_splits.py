@@ -8,12 +8,13 @@ import pictures
 import pytest
 from pictures import plant, plant_classes, png, write_parquet
 
+from plainvit.config import Config
 from plainvit.data import tables
 from plainvit.data.content import content_numbers
 from plainvit.data.decode import DataError
 from plainvit.data.pack import pack
 from plainvit.data.sources import Source, Subset, open_source
-from plainvit.data.splits import hold_out
+from plainvit.data.splits import hold_out, open_splits
 
 
 def names(source: Source) -> set[str]:
@@ -81,6 +82,17 @@ def test_each_class_has_images_on_both_sides(tmp_path: Path, fraction: float) ->
     rest, held = hold_out(source, fraction)
     assert {source.classes[label] for label in held.labels} == {"two", "three", "ten"}
     assert set(rest.labels) == {0, 1, 2, 3}
+
+
+def test_splits_without_labels_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the test images of ImageNet on the hub: a run failed on them at its end."""
+    for number, (split, labels) in enumerate({"train": [0, 1] * 5, "test": [-1, -1]}.items()):
+        images = [png(100 * number + index) for index in range(len(labels))]
+        write_parquet(tmp_path / f"{split}.parquet", images, labels, names=["a", "b"])
+    splits = open_splits(Config(data=str(tmp_path), holdout=0.3))
+    assert splits.val
+    assert (len(splits.train) + len(splits.val), splits.test) == (10, None)
+    assert "test images" in caplog.text
 
 
 def test_one_image_per_class_cannot_be_held_out(tmp_path: Path) -> None:

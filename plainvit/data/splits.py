@@ -47,11 +47,10 @@ def open_splits(config: Config) -> Splits:
     if not config.data:
         raise ValueError("this run has no data: give --data FOLDER, or the name of a known set")
     train = _open(config, "train")
-    assert train is not None
     if train.labels.min() < 0:
         raise DataError(f"{config.data} has training images without a label: label or remove them")
     _check_classes(train, config)
-    val, test = _open(config, "val"), _open(config, "test")
+    val, test = _open_labelled(config, "val"), _open_labelled(config, "test")
     if val and test and _are_same_images(val, test):
         val = None
     if val is None and config.holdout > 0:
@@ -152,13 +151,20 @@ def _suggest_weights(config: Config) -> str:
     return "vit_b16_augreg_i21k_224" if gpu else "vit_s16_augreg_i21k_i1k_224"
 
 
-def _open(config: Config, split: str) -> Source | None:
+def _open(config: Config, split: str) -> Source:
+    return open_source(config.data, split, data_root=config.data_root or None, exclude=config.exclude or None)
+
+
+def _open_labelled(config: Config, split: str) -> Source | None:
+    """A split for evaluation, or None if it is missing or without labels, such as the test images of a competition."""
     try:
-        return open_source(config.data, split, data_root=config.data_root or None, exclude=config.exclude or None)
+        source = _open(config, split)
     except MissingSplitError:
-        if split == "train":
-            raise
         return None
+    if source.labels.min() >= 0:
+        return source
+    log.warning("the %s images of %s are not used: they lack labels", split, config.data)
+    return None
 
 
 def hold_out(source: Source, fraction: float) -> tuple[Source, Source]:
