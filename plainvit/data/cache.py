@@ -1,13 +1,12 @@
 """Decode once: training images as pixels in memory, shared by a process and the workers that it forks.
 
     images = open_cache(source, augment, size=(224, 224))     # None if they do not fit into memory
-    images.read(i)                                            # decoded by whoever comes first, later only copied
+    images.read(i)                                            # decoded at the first read, later only copied
 
-Decoding a photo takes longer than cropping it, and fine-tuning reads each photo many times. Quality rule: an image is
-stored whole, unless the crops need less than half of its pixels; then it is shrunk, with antialiasing, to the size that
-a crop of a quarter of its area (`LEAST_AREA`) needs, or the smallest crop that the augmentation draws, if that is
-larger. What is stored depends on the image and the augmentation alone, not on memory: a run that resumes where nothing
-fits decodes and shrinks each image again and sees the same pixels.
+An image is stored whole, unless the crops need less than half of its pixels; then it is shrunk, with antialiasing, to
+the size that a crop of a quarter of its area (`LEAST_AREA`) needs, or the smallest crop that the augmentation draws, if
+that is larger. Pixels do not depend on memory: a run that resumes where nothing fits decodes and shrinks each image
+again.
 """
 
 import math
@@ -55,19 +54,14 @@ class Decoded(Subset):
         return pixels, extent
 
 
-def open_cache(source: Source, augment: Augment, out: tuple[int, int]) -> Decoded | None:
-    """The images of a source in memory if they fit, else None."""
+def open_cache(source: Source, augment: Augment, out: tuple[int, int], required: bool = False) -> Decoded | None:
+    """The images of a source in memory if they fit, else None; if `required`, the same pixels decoded each time."""
     least = _find_least_size(augment, out)
     stored = _measure(source, least)
     available = memory_budget() / len(source)
     if stored is None or stored > available:
-        return None
+        return Decoded(source, least) if required else None
     return Decoded(source, least, min(math.ceil(4 * stored), int(available)))  # photos differ in shape and size
-
-
-def make_uncached(source: Source, augment: Augment, out: tuple[int, int]) -> Decoded:
-    """The same pixels as `open_cache`, decoded each time."""
-    return Decoded(source, _find_least_size(augment, out))
 
 
 def _find_least_size(augment: Augment, out: tuple[int, int]) -> tuple[float, float]:

@@ -14,23 +14,20 @@ import itertools
 import logging
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from plainvit.config import Augment, Preprocess
-from plainvit.data.cache import make_uncached, open_cache
+from plainvit.data.cache import open_cache
 from plainvit.data.decode import DataError
 from plainvit.data.order import Order, uniforms
 from plainvit.data.resident import Resident, find_resident_sizes, prefetch, steps_at_once
 from plainvit.data.sources import Source
 from plainvit.data.transforms import DRAWS, augment_batch, to_device
 from plainvit.data.workers import Evaluate, Train, check_bad_count, default_workers, run_workers
-
-if TYPE_CHECKING:
-    from plainvit.data.policy import Policy
 
 log = logging.getLogger("plainvit")
 
@@ -72,7 +69,11 @@ class Loader:
         self.workers = default_workers() if workers is None else workers
         self.order = Order(len(source), seed, repeats=augment.repeats)
         self.bad: dict[int, str] = {}
-        self.policy = _make_policy(augment, size, self.device)
+        self.policy = None
+        if augment.randaugment[0] or augment.three_augment:
+            from plainvit.data.policy import Policy  # imports torchvision, which takes a second
+
+            self.policy = Policy(augment, size, self.device)
         self._draws = DRAWS + (self.policy.draws if self.policy else 0)
         # Color and erasing follow the policy, if there is one; flips come before it
         self._augment_before_policy = augment.replace(colour=0.0, erase=0.0) if self.policy else augment
@@ -81,9 +82,8 @@ class Loader:
         if mode in ("auto", "resident"):
             extents = find_resident_sizes(source, self.device, mode == "resident", force)
         self.resident = None if extents is None else Resident(source, self.device, self.bad, extents)
-        self.cache = None if self.resident or mode in ("streamed", "resident") else open_cache(source, augment, size)
-        if mode == "cached" and self.cache is None:
-            self.cache = make_uncached(source, augment, size)
+        can_cache = not self.resident and mode in ("auto", "cached")
+        self.cache = open_cache(source, augment, size, required=mode == "cached") if can_cache else None
         for index, reason in self.bad.items():
             log.warning("%s: %s", source.name(index), reason)
 
@@ -95,13 +95,10 @@ class Loader:
         """Decode images for each batch: where the processes of a run have memory for different modes."""
         self.resident = self.cache = None
 
-    def positions(self, step: int) -> np.ndarray:
+    def positions(self, step: int) -> range:
         """Global positions of this process's part of a step's batch."""
-        return np.arange(*self._position_range(step))
-
-    def _position_range(self, step: int) -> tuple[int, int]:
         start = step * self.batch + self.rank * self.local_batch
-        return start, start + self.local_batch
+        return range(start, start + self.local_batch)
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[Batch]:
         """Yield the batches of steps `start` to `stop`, without end if `stop` is None."""
@@ -153,7 +150,7 @@ class Loader:
     def _draw_uniforms(self, steps: range) -> Tensor:
         """Random numbers of these steps: on the host if a policy reads them, otherwise on the device."""
         device = "cpu" if self.policy else self.device
-        position = torch.cat([torch.arange(*self._position_range(step), device=device) for step in steps])
+        position = torch.cat([torch.arange(p.start, p.stop, device=device) for p in map(self.positions, steps)])
         return uniforms(self.seed, position // len(self.source), position % len(self.source), self._draws)
 
     def _replace_bad(self, index: np.ndarray) -> np.ndarray:
@@ -171,14 +168,6 @@ class Loader:
                 self.bad[index] = reason
                 log.warning("%s: %s (%d bad so far)", self.source.name(index), reason, len(self.bad))
         check_bad_count(len(self.bad), len(self.source))
-
-
-def _make_policy(augment: Augment, size: tuple[int, int], device: torch.device) -> "Policy | None":
-    if not augment.randaugment[0] and not augment.three_augment:
-        return None
-    from plainvit.data.policy import Policy  # imports torchvision, which takes a second
-
-    return Policy(augment, size, device)
 
 
 def evaluation_batches(

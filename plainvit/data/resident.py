@@ -116,7 +116,7 @@ class Resident:
     def __init__(
         self, source: Source, device: torch.device, bad: dict[int, str], extents: np.ndarray | None = None
     ) -> None:
-        images, sizes = decode_all(source, bad, extents=extents)
+        images, sizes = decode_all(source, bad, extents)
         self.is_unpadded = bool((sizes == torch.tensor(images.shape[2:])).all())
         self.images, self.sizes = images.to(device), sizes.to(device)  # [N, 3, H, W], [N, 2]
         self.labels = torch.from_numpy(source.labels).long().to(device)

@@ -123,13 +123,10 @@ def resized_box(
 def _window(pixels: np.ndarray, y0: int, x0: int, y1: int, x1: int) -> np.ndarray:
     """Rows y0 to y1 and columns x0 to x1, with zeros outside the image (crop 'pad')."""
     height, width, _ = pixels.shape
-    if y0 >= 0 and x0 >= 0 and y1 <= height and x1 <= width:
-        return pixels[y0:y1, x0:x1]
-    window = np.zeros((y1 - y0, x1 - x0, 3), pixels.dtype)
-    rows, columns = slice(max(y0, 0), min(y1, height)), slice(max(x0, 0), min(x1, width))
-    if rows.start < rows.stop and columns.start < columns.stop:
-        window[rows.start - y0 : rows.stop - y0, columns.start - x0 : columns.stop - x0] = pixels[rows, columns]
-    return window
+    top, left, bottom, right = max(-y0, 0), max(-x0, 0), max(y1 - height, 0), max(x1 - width, 0)
+    if top or left or bottom or right:
+        pixels = np.pad(pixels, ((top, bottom), (left, right), (0, 0)))
+    return pixels[y0 + top : y1 + top, x0 + left : x1 + left]
 
 
 def resize_image(

@@ -44,7 +44,7 @@ class Train(Dataset[Item]):
         self.seed, self.positions = loader.seed, loader.positions
 
     def __getitem__(self, step: int) -> Item:
-        position = self.positions(step)
+        position = np.asarray(self.positions(step))
         index = self.order.sample(position)
         epoch = torch.from_numpy(self.order.epoch(position))
         inside = torch.from_numpy(position % self.order.count)
