@@ -62,27 +62,6 @@ def by_torchvision(size: tuple[int, int], augment: Augment, count: int = 4000) -
         return np.array([RandomResizedCrop.get_params(image, area, aspect) for _ in range(count)], float)
 
 
-@pytest.mark.parametrize(
-    ("size", "augment"), [*((size, PAPER) for size in SIZES), ((300, 400), Augment(area=(0.3, 0.5), aspect=(0.5, 2.0)))]
-)
-def test_inception_crops_are_distributed_as_in_torchvision(size: tuple[int, int], augment: Augment) -> None:
-    ours, theirs = boxes_of(augment, size), by_torchvision(size, augment)
-    for (name, found), (_, expected) in zip(shapes_of(ours, size), shapes_of(theirs, size), strict=True):
-        assert ks_2samp(found, expected).pvalue > RARE, name
-
-
-@pytest.mark.parametrize("size", [(10, 1000), (1, 30000), (61, 7)])
-def test_the_fallback_crop_equals_that_of_torchvision(size: tuple[int, int]) -> None:
-    """No crop of 90 % of these images has an aspect ratio within bounds."""
-    augment = Augment(area=(0.9, 1.0))
-    expected = np.unique(by_torchvision(size, augment, 50), axis=0)
-    assert len(expected) == 1
-    assert np.array_equal(np.unique(boxes_of(augment, size, 50), axis=0), expected)
-
-
-# TensorFlow's crops ---------------------------------------------------------------------------------------------------
-
-
 def tensorflow_box(random: np.random.Generator, size: tuple[int, int], augment: Augment) -> tuple[int, int, int, int]:
     """tf.image.sample_distorted_bounding_box as documented and as its kernel computes it: 100 tries, then all of it."""
     height, width = size
@@ -111,18 +90,27 @@ def by_tensorflow(size: tuple[int, int], augment: Augment, count: int = 4000) ->
     return np.array([tensorflow_box(random, size, augment) for _ in range(count)], float)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_tensorflow_crops_are_distributed_as_in_tensorflow(size: tuple[int, int]) -> None:
-    ours, theirs = boxes_of(TENSORFLOW, size), by_tensorflow(size, TENSORFLOW)
-    for (name, found), (_, expected) in zip(shapes_of(ours, size), shapes_of(theirs, size), strict=True):
+LAWS = [*((size, augment) for size in SIZES for augment in (PAPER, TENSORFLOW))]
+LAWS += [((300, 400), Augment(area=(0.3, 0.5), aspect=(0.5, 2.0)))]
+
+
+@pytest.mark.parametrize(("size", "augment"), LAWS)
+def test_inception_crops_are_distributed_as_in_the_library(size: tuple[int, int], augment: Augment) -> None:
+    theirs = (by_tensorflow if augment.crop == "inception-tf" else by_torchvision)(size, augment)
+    for (name, found), (_, expected) in zip(
+        shapes_of(boxes_of(augment, size), size), shapes_of(theirs, size), strict=True
+    ):
         assert ks_2samp(found, expected).pvalue > RARE, name
 
 
-@pytest.mark.parametrize("size", [(10, 1000), (1000, 10), (1, 30000)])
-def test_the_fallback_of_tensorflow_crops_is_the_full_image(size: tuple[int, int]) -> None:
-    """Its documentation: "After max_attempts failures, return the entire image"."""
-    assert np.unique(by_tensorflow(size, TENSORFLOW, 20), axis=0).tolist() == [[0, 0, *size]]
-    assert np.unique(boxes_of(TENSORFLOW, size, 20), axis=0).tolist() == [[0, 0, *size]]
+@pytest.mark.parametrize("size", [(10, 1000), (1, 30000), (61, 7)])
+def test_the_fallback_crop_equals_that_of_the_library(size: tuple[int, int]) -> None:
+    """No crop of 90 % of these images has an aspect ratio within bounds: TensorFlow returns the whole image."""
+    augment = Augment(area=(0.9, 1.0))
+    expected = np.unique(by_torchvision(size, augment, 50), axis=0)
+    assert len(expected) == 1
+    assert np.array_equal(np.unique(boxes_of(augment, size, 50), axis=0), expected)
+    assert np.unique(boxes_of(augment.replace(crop="inception-tf"), size, 20), axis=0).tolist() == [[0, 0, *size]]
 
 
 # All boxes ------------------------------------------------------------------------------------------------------------
@@ -168,16 +156,13 @@ CUTS = [
 
 @pytest.mark.parametrize(("place", "out"), zip(CUTS, [(24, 24), (48, 16), (64, 100)] * 2 + [(24, 24)], strict=True))
 def test_a_cut_equals_crop_and_resize(place: tuple[int, int, int, int], out: tuple[int, int]) -> None:
-    """Compared with torchvision on floats and with Pillow, within one grey level."""
+    """Compared with torchvision on floats, within one grey level."""
     top, left, height, width = place
     found = crop_and_resize(PICTURE, box(*place), out, (90, 120))
     assert found.dtype is torch.uint8
     assert found.shape == (3, *out)
     floats = VF.resized_crop(as_tensor(PICTURE).double(), top, left, height, width, list(out), antialias=True)
     assert (found - floats.round()).abs().max() <= 1
-    patch = Image.fromarray(PICTURE[top : top + height, left : left + width])
-    pillow = np.array(patch.resize((out[1], out[0]), Image.Resampling.BILINEAR)).astype(int)
-    assert np.abs(found.permute(1, 2, 0).numpy() - pillow).max() <= 1
 
 
 def test_cutting_a_file_equals_cutting_its_pixels() -> None:
@@ -219,7 +204,7 @@ def test_crops_of_a_scaled_jpeg_have_the_right_position() -> None:
     pixels[..., 0], pixels[..., 1] = ramp[None, :], ramp[:, None]
     data = encode(pixels.round().astype(np.uint8), "JPEG", quality=98, subsampling=0)
     assert decode(data, (32, 32)).shape[0] == 128
-    for index, place in enumerate(boxes_of(Augment(area=(0.3, 1.0)), (1024, 1024), 60)):
+    for index, place in enumerate(boxes_of(Augment(area=(0.3, 1.0)), (1024, 1024), 30)):
         side = (16, 32, 48)[index % 3]
         red, green, _ = (
             crop_and_resize(data, torch.from_numpy(place), (side, side), (1024, 1024)).double().mean((1, 2))
@@ -269,17 +254,6 @@ def test_crop_equals_torchvision(shape: tuple[int, int], crop: float, interpolat
     assert found.shape == (3, 96, 96)
     assert share_within(found, expected, 1) == 1
     assert share_within(found, expected, 0) > 0.99
-
-
-@pytest.mark.parametrize("interpolation", KINDS)
-@pytest.mark.parametrize("out", [(32, 32), (40, 200)])
-def test_resizing_without_antialiasing_equals_torch(interpolation: str, out: tuple[int, int]) -> None:
-    """Only the neighbours of each sample count, however far apart samples are; grey enough that nothing is clipped."""
-    pixels = noise(90, 120) // 4 + 96
-    preprocess = Preprocess(interpolation=interpolation, antialias=False)
-    expected = F.interpolate(as_tensor(pixels)[None].double(), out, mode=interpolation)[0]
-    assert (preprocess_image(pixels, preprocess, out) - expected.round()).abs().max() <= 1
-    assert (preprocess_image(pixels, preprocess.replace(antialias=True), out) - expected).abs().mean() > 2
 
 
 SETTINGS = [
@@ -363,7 +337,7 @@ def holes(probability: float, count: int, side: int, floats: bool = False) -> tu
     images = torch.zeros(count, 3, side, side, dtype=torch.float32 if floats else torch.uint8)
     found = augment_batch(images, draws(count), Augment(flip=0, erase=probability))
     grey = 0.5 if floats else 128
-    assert set(found.unique().tolist()) <= {0, grey}
+    assert ((found == 0) | (found == grey)).all()
     assert (found == found[:, :1]).all()
     return found, found[:, 0] == grey
 
@@ -450,7 +424,7 @@ def test_mixup_weights_are_beta_distributed() -> None:
     """The larger of b and 1 - b, since neighbours take it in turns; against scipy's beta."""
     images, targets = pairs(2, 1, 2)
     for alpha in (0.2, 0.8, 1.0):
-        shares = [own_share(targets, mix(images, targets, Augment(mixup=alpha), 1, step)[1]) for step in range(1200)]
+        shares = [own_share(targets, mix(images, targets, Augment(mixup=alpha), 1, step)[1]) for step in range(600)]
         law = beta(alpha, alpha)
         assert min(shares) >= 0.5
         assert kstest(shares, lambda x, law=law: 1 - 2 * law.sf(x)).pvalue > RARE
@@ -460,11 +434,11 @@ def test_mixup_weights_are_beta_distributed() -> None:
 def test_cutmix_weights_are_distributed_as_in_torchvision(alpha: float) -> None:
     """Holes are cut off at the border there as here, so the law is compared with its own CutMix."""
     images, targets = torch.zeros(2, 3, 32, 32), torch.eye(2)
-    ours = [own_share(targets, mix(images, targets, Augment(cutmix=alpha), 1, step)[1]) for step in range(1200)]
+    ours = [own_share(targets, mix(images, targets, Augment(cutmix=alpha), 1, step)[1]) for step in range(800)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs_mix = v2.CutMix(alpha=alpha, num_classes=2)
-        theirs = [float(theirs_mix(images, torch.tensor([0, 1]))[1][0, 0]) for _ in range(1200)]
+        theirs = [float(theirs_mix(images, torch.tensor([0, 1]))[1][0, 0]) for _ in range(800)]
     assert ks_2samp(ours, theirs).pvalue > RARE
 
 

@@ -27,7 +27,7 @@ def info(data: Data, /, *, sheet: Path | None = None, data_root: DataRoot = None
 
 
 def check(data: Data, /, *, save: Path | None = None, data_root: DataRoot = None, json: Json = False) -> None:
-    """Find corrupt files, duplicates, photos under two labels, empty classes and odd sizes.
+    """Find corrupt files, duplicates, photos under two labels and empty classes.
 
     Exit code 3 if an image is unreadable.
 
@@ -68,7 +68,5 @@ def pack(
 
     packed = write_shards(data, target, side, quality, data_root)
     size = f"{packed['images']:,} images, {packed['bytes'] / 2**20:,.1f} MiB"
-    line = Text(
-        f"{size}, {len(packed['left_out'])} left out: {target}"
-    )  # Text: brackets in the path are not rich markup
+    line = Text(f"{size}, {len(packed['left_out'])} left out: {target}")  # brackets in a path are not markup
     print_result(packed, None if json else line)

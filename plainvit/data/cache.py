@@ -21,7 +21,6 @@ from plainvit.data.sources import Source, Subset
 from plainvit.data.transforms import resize_image
 
 LEAST_AREA = 0.25  # smaller crops of a shrunk image may be enlarged: by 2.2 for 5 % of the area
-SAMPLE = 64  # images whose sizes are read to decide
 
 
 class Decoded(Subset):
@@ -77,7 +76,7 @@ def _find_least_size(augment: Augment, out: tuple[int, int]) -> tuple[float, flo
 def _measure(source: Source, least: tuple[float, float]) -> float | None:
     """Mean bytes of a stored image in a sample; None if there is nothing to decode."""
     stored: list[int] = []
-    for index in source.sample(SAMPLE):
+    for index in source.sample():
         try:
             data = source.read(index)
             if isinstance(data, np.ndarray):

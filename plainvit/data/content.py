@@ -19,14 +19,13 @@ from plainvit.data.decode import ImageError
 from plainvit.data.machine import count_cores
 from plainvit.data.sources import Source
 
-SAMPLE = 64  # images hashed by default
 CONTENT = 256  # images hashed for a card
 LOG_INTERVAL = 10.0  # seconds between progress lines
 T = TypeVar("T")
 log = logging.getLogger("plainvit")
 
 
-def sample_hash(source: Source, count: int = SAMPLE) -> str:
+def sample_hash(source: Source, count: int = 64) -> str:
     """Hash of the bytes of `count` evenly spaced images; an unreadable image is hashed as unreadable."""
     digest = hashlib.sha256()
     for index in source.sample(count):

@@ -3,10 +3,11 @@
     loader = Loader(source, batch=512, size=(64, 64), augment=Augment(), seed=0, device="cuda")
     for batch in loader.batches(start=step):            # continues exactly where another process stopped
 
-mode="streamed": worker processes read, decode, crop and flip to uint8; the device does the rest. mode="cached": the
-same, but each image is decoded once and its pixels are kept (cache.py). mode="resident": small images that fit are
-decoded into device memory as uint8, and all augmentation happens there. All use the same random numbers, but resizing
-differs slightly, so a run records its mode. A worker that dies is replaced and its batch remade.
+mode="streamed"    worker processes read, decode, crop and flip to uint8; the device does the rest
+mode="cached"      the same, but each image is decoded once and its pixels are kept (cache.py)
+mode="resident"    images are decoded into device memory as uint8, and augmented there (resident.py)
+
+All use the same random numbers, but resizing differs slightly, so a run records its mode.
 """
 
 import contextlib

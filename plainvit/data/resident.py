@@ -77,7 +77,7 @@ def find_resident_sizes(
         side_limit, byte_limit = 160, min(memory_budget(), 4e9)
     sizes = np.empty((0, 2), int)
     everything = range(len(source))
-    for index in (everything,) if required else (source.sample(64), everything):
+    for index in (everything,) if required else (source.sample(), everything):
         sizes = _read_sizes(source, index)
         height, width = (int(side) for side in sizes.max(0))
         needed = len(source) * height * width * 3

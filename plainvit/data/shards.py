@@ -95,7 +95,7 @@ class Tars(Source):
             if not path.is_file():
                 raise DataError(f"{self.folder} lacks the shard {name}, which its index names")
             if path.stat().st_size < end:
-                raise DataError(f"{path} is cut short: its index names images beyond its end")
+                raise DataError(f"{path} is truncated: its index names images beyond its end")
 
     def read(self, index: int) -> bytes:
         length = int(self._length[index])
@@ -166,7 +166,7 @@ def _read_members(path: Path) -> Iterator[tuple[str, int, int]]:
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile also stops at a damaged header
                 raise tarfile.ReadError(f"invalid header at byte {archive.offset:,}")
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path} is cut short or not a tar file: {error}") from error
+        raise DataError(f"{path} is truncated or not a tar file: {error}") from error
 
 
 def _parse_label(data: bytes, path: Path) -> int:

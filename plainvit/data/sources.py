@@ -96,7 +96,7 @@ class Source(ABC):
         data = self.read(index)
         return data, size(data)
 
-    def sample(self, count: int) -> list[int]:
+    def sample(self, count: int = 64) -> list[int]:
         """Positions of up to `count` evenly spaced images."""
         return np.unique(np.linspace(0, len(self) - 1, min(len(self), count)).astype(int)).tolist()
 
@@ -349,14 +349,11 @@ def _read_excluded(path: Path, splits: tuple[str, str]) -> set[str]:
     """Read names, one per line, or findings in JSON, which apply only to their own split."""
     names: set[str] = set()
     for line, text in enumerate(path.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n"), 1):
-        finding: dict[str, Any] = {"name": text}
-        if text.startswith("{"):
-            try:
-                finding = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path} line {line} is not valid JSON: {error}") from error
-            if not isinstance(finding.get("name"), str):
-                raise DataError(f'{path} line {line} has no image name under the key "name"')
-        if finding["name"].strip() and ("split" not in finding or finding["split"] in splits):
-            names.add(finding["name"])
+        try:
+            finding: dict[str, Any] = json.loads(text) if text.startswith("{") else {"name": text}
+            name = str(finding["name"])
+        except (ValueError, KeyError, RecursionError) as error:
+            raise DataError(f'{path} line {line} must be an image name, or JSON with a "name": {error!r}') from error
+        if name.strip() and ("split" not in finding or finding["split"] in splits):
+            names.add(name)
     return names

@@ -139,16 +139,12 @@ def find_data_problems(config: Config, splits: Splits) -> Iterator[tuple[str, st
     if config.init and 0 < config.steps < LEAST_STEPS:
         yield f"a fine-tuning of {config.steps} steps is short", f"--steps {LEAST_STEPS} or more"
     if not config.init and images < 5000 and config.recipe != "small" and config.data.partition(":")[0] != "digits":
+        gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+        weights = "vit_b16_augreg_i21k_224" if gpu else "vit_s16_augreg_i21k_i1k_224"  # as large as trains in minutes
         yield (
             f"{images} images are few to learn from alone",
-            f"start from published weights: plainvit finetune --init {_suggest_weights(config)} --data {config.data}",
+            f"start from published weights: plainvit finetune --init {weights} --data {config.data}",
         )
-
-
-def _suggest_weights(config: Config) -> str:
-    """Published weights that this machine can fine-tune in reasonable time."""
-    gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-    return "vit_b16_augreg_i21k_224" if gpu else "vit_s16_augreg_i21k_i1k_224"
 
 
 def _open(config: Config, split: str) -> Source:

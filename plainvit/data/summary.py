@@ -8,8 +8,6 @@ from plainvit.config import DataSummary
 from plainvit.data.decode import ImageError
 from plainvit.data.sources import open_source
 
-SAMPLE = 64  # images that are read
-
 
 def summarise(data: str, data_root: str | Path | None = None) -> DataSummary:
     """Count the training images and classes, and read some images for their size and colour."""
@@ -17,7 +15,7 @@ def summarise(data: str, data_root: str | Path | None = None) -> DataSummary:
     sides: list[int] = []
     is_grey = True
     error: ImageError | None = None
-    for index in source.sample(SAMPLE):
+    for index in source.sample():
         try:
             image = source.image(index)
         except ImageError as unreadable:  # training reports them
