@@ -83,12 +83,6 @@ def test_the_interval_of_a_mean_equals_scipys() -> None:
     assert statistics.mean_interval(values) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 10, 99])
-def test_students_t_equals_scipys(freedom: int) -> None:
-    assert statistics.t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-9)
-    assert statistics.t_within(1.3, freedom) == pytest.approx(1 - 2 * stats.t.sf(1.3, freedom), abs=1e-12)
-
-
 # Cards ----------------------------------------------------------------------------------------------------------------
 
 
