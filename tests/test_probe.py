@@ -52,12 +52,12 @@ def by_normal_equations(x: Tensor, y: Tensor, others: Tensor, classes: int, l2: 
 def test_least_squares_equal_numpys(count: int, l2: float) -> None:
     x, y = clusters(count, 48, 9)
     others, _ = clusters(300, 48, 9, seed=1)
-    solved = probe.solve(x, y, 9)
+    solved = probe.solve(x, y, 9, l2)
     expected = by_normal_equations(x, y, others, 9, l2)
     # the constant's square makes this system ill-conditioned, the more so the smaller l2 is
     close = np.ptp(expected) * (1e-4 if l2 < 1 else 1e-7)
-    np.testing.assert_allclose(solved.scores(others, l2).numpy(), expected, rtol=0, atol=close)
-    assert solved.predict(others, l2).tolist() == expected.argmax(1).tolist()
+    np.testing.assert_allclose(solved.scores(others).numpy(), expected, rtol=0, atol=close)
+    assert solved.predict(others).tolist() == expected.argmax(1).tolist()
 
 
 def test_a_constant_feature_and_a_class_without_images_are_allowed() -> None:
@@ -66,9 +66,9 @@ def test_a_constant_feature_and_a_class_without_images_are_allowed() -> None:
     others, _ = clusters(50, 12, 5, seed=1)
     others[:, 3] = 4.0
     expected = by_normal_equations(x, y, others, 7, 1024.0)  # classes 5 and 6 have no image
-    found = probe.solve(x, y, 7).scores(others, 1024.0)
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-9)
-    assert set(probe.solve(x, y, 7).predict(others).tolist()) <= set(range(5))
+    found = probe.solve(x, y, 7, 1024.0)
+    np.testing.assert_allclose(found.scores(others).numpy(), expected, atol=1e-9)
+    assert set(found.predict(others).tolist()) <= set(range(5))
 
 
 def test_shots_are_nested_and_balanced_and_equal_big_visions() -> None:
@@ -145,15 +145,15 @@ def test_the_linear_probe_equals_scikit_learns(count: int, l2: float) -> None:
     """The same objective; softmax has one bias too many, so biases are compared without their mean."""
     x, y = clusters(count, 16, 5)
     found = probe.logistic(x, y, 5, l2, tolerance=1e-8)
-    mean, std = probe.moments(x)
-    rows = ((x.double() - mean) / (std + 1e-5)).numpy()
-    peer = LogisticRegression(C=1 / (l2 * count), tol=1e-10, max_iter=10_000).fit(rows, y.numpy())
+    x64 = x.double().numpy()
+    mean, std = x64.mean(0), x64.std(0) + 1e-5
+    peer = LogisticRegression(C=1 / (l2 * count), tol=1e-10, max_iter=10_000).fit((x64 - mean) / std, y.numpy())
     assert found.converged
     np.testing.assert_allclose(found.weights.numpy(), peer.coef_.T, atol=2e-5)
     biases = [bias - bias.mean() for bias in (found.bias.numpy(), peer.intercept_)]
     np.testing.assert_allclose(*biases, atol=2e-5)
     others, _ = clusters(300, 16, 5, seed=1)
-    assert found.predict(others).tolist() == peer.predict(((others.double() - mean) / (std + 1e-5)).numpy()).tolist()
+    assert found.predict(others).tolist() == peer.predict((others.double().numpy() - mean) / std).tolist()
 
 
 def test_l2_of_the_linear_probe_is_chosen_on_held_out_images() -> None:

@@ -109,8 +109,8 @@ def few_shot(pair: Pair, settings: Settings) -> dict[str, Any]:
     for seed in range(settings.seeds):
         for shots, positions in probe.draw_shots(labels, pair.classes, settings.shots, seed).items():
             support = torch.from_numpy(positions)
-            solved = probe.solve(pair.train.features[support], pair.train.labels[support], pair.classes)
-            top1s[shots].append(accuracy(solved.predict(pair.test.features, settings.l2), pair.test.labels))
+            fitted = probe.solve(pair.train.features[support], pair.train.labels[support], pair.classes, settings.l2)
+            top1s[shots].append(accuracy(fitted.predict(pair.test.features), pair.test.labels))
     counts = np.bincount(labels, minlength=pair.classes)
     return {
         str(shots): {
