@@ -101,9 +101,8 @@ def neighbours(
     classes: int,
     others: Tensor,
     ks: Sequence[int] = KS,
-    temperature: float = TEMPERATURE,
 ) -> dict[int, Tensor]:
-    """Predicted classes for each k, by cosine similarity: a neighbour has exp(cosine / temperature) votes.
+    """Predicted classes for each k, by cosine similarity: a neighbour has exp(cosine / TEMPERATURE) votes.
 
     Ties go to the earlier image and to the lower class. A zero vector has cosine 0 to all others.
     """
@@ -112,15 +111,13 @@ def neighbours(
     if not ks or min(ks) < 1 or max(ks) > len(features):
         given = ", ".join(map(str, ks)) or "none"
         raise ValueError(f"k must be between 1 and the {len(features):,} training images, got {given}")
-    if temperature <= 0:
-        raise ValueError(f"temperature must be above 0, got {temperature:g}")
     bank = F.normalize(features, dim=1)
     predicted: dict[int, list[Tensor]] = {k: [] for k in ks}
     size = max(min(2**25 // len(features), 1024), 1)  # 128 MB of fp32 cosines at once
     for queries in others.split(size):
         cosines = F.normalize(queries, dim=1) @ bank.T  # [M, N]
         values, positions = _find_nearest(cosines, max(ks))
-        nearest, weights = labels[positions], ((values - values[:, :1]) / temperature).exp()
+        nearest, weights = labels[positions], ((values - values[:, :1]) / TEMPERATURE).exp()
         for k in predicted:
             votes = torch.zeros(len(nearest), classes, dtype=weights.dtype)
             predicted[k].append(votes.scatter_add_(1, nearest[:, :k], weights[:, :k]).argmax(1))
@@ -212,10 +209,12 @@ def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) 
 def search_logistic(
     features: Tensor, labels: Tensor, classes: int, l2s: Sequence[float] = LINEAR_L2
 ) -> tuple[Logistic, float, dict[float, float]]:
-    """Returns the probe on all images, its l2, and the held-out accuracy of each l2.
+    """Returns the probe on all images, its l2, and the held-out accuracy of each l2; a single l2 is not evaluated.
 
     Each fit starts from the fit of the next larger l2. `choose_best` decides between equals.
     """
+    if len(l2s) == 1:
+        return logistic(features, labels, classes, l2s[0]), l2s[0], {}
     fitted, held_out = _hold_out(labels.numpy(), classes)
     tried: dict[float, float] = {}
     fits: dict[float, Logistic] = {}
