@@ -326,8 +326,7 @@ def test_per_class_limits_the_training_images(weights: Path, photos: Path, capsy
 def test_classes_with_fewer_images_than_shots_are_counted(weights: Path, photos: Path, capsys: Capture) -> None:
     """The classes have six, five and four training images."""
     words = ("--data", photos, "--no-cache", "--device", "cpu", "--shots", 4, 6)
-    table = run(capsys, "probe", weights, *words)[1]
-    assert [line.split()[-2:] for line in table.splitlines() if "fewer than" in line] == [["6", "2"]]
+    assert "(2 classes have fewer)" in run(capsys, "probe", weights, *words)[1]
 
 
 def test_a_folder_without_splits_holds_out_about_a_fifth(
