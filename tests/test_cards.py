@@ -49,8 +49,10 @@ def test_an_accuracy_has_wilsons_interval_and_a_warning_if_the_majority_class_is
     assert bool(warning) == (ends.low <= 0.1)
 
 
-@pytest.mark.parametrize(("right", "verdict"), [(390, "too sure"), (730, "less sure than"), (690, "no further apart")])
-def test_confidence_is_called_wrong_only_outside_of_the_interval_of_accuracy(right: int, verdict: str) -> None:
+@pytest.mark.parametrize(
+    ("right", "verdict"), [(390, "overconfident"), (730, "underconfident"), (690, "no significant")]
+)
+def test_confidence_is_significantly_wrong_outside_of_the_interval_of_accuracy(right: int, verdict: str) -> None:
     ends = stats.binomtest(right, 1000).proportion_ci(method="wilson")
     assert (ends.low <= 0.7 <= ends.high) == verdict.startswith("no")
     assert verdict in statistics.describe_confidence(0.7, right, 1000)

@@ -49,7 +49,7 @@ def test_the_classes_of_imagenet_and_its_subsets_equal_timms() -> None:
     assert set(lists["sources"]) == set(lists) - {"sources"}
 
 
-class Told(nn.Module):
+class PixelModel(nn.Module):
     """A model whose predicted class is in the pixel: red + 256 green; the runner-up is 7 more."""
 
     def __init__(self, classes: int) -> None:
@@ -91,7 +91,7 @@ def test_real_equals_a_direct_count() -> None:
     source = Pixels(guesses[order], names, rng.integers(0, 1000, 5000), wordnet_ids())
     labels = align(source, 1000, data_root=root)
     prepared = Prepared(labels.source, (1, 1), Preprocess(), batch=1000)
-    result = classify(Predictor(Told(1000), device="cpu"), prepared, labels)
+    result = classify(Predictor(PixelModel(1000), device="cpu"), prepared, labels)
     right = [guesses[number] in lists[number] for number in order if lists[number]]
     assert result.right.tolist() == right
     assert labels.left_out == 5000 - len(right) > 0

@@ -338,7 +338,7 @@ def test_validation_images_are_tested_on_where_there_are_no_others(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "part"),
     [
         (("--method", "knn", "--k", "16"), 2, "--k 16"),
         (("--shots", "0"), 2, "shots"),
@@ -350,10 +350,10 @@ def test_validation_images_are_tested_on_where_there_are_no_others(
     ],
 )
 def test_invalid_arguments_are_one_line(
-    weights: Path, photos: Path, capsys: Capture, words: tuple[str, ...], code: int, told: str
+    weights: Path, photos: Path, capsys: Capture, words: tuple[str, ...], code: int, part: str
 ) -> None:
     cache = () if "--cache" in words else ("--no-cache",)
-    assert told in fail(capsys, "probe", weights, "--data", photos, *cache, *words, code=code)
+    assert part in fail(capsys, "probe", weights, "--data", photos, *cache, *words, code=code)
 
 
 def test_invalid_data_is_one_line(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -38,19 +38,17 @@ def describe_accuracy(right: int, images: int, majority_accuracy: float | None =
         return [summary]
     lines = [f"{summary}; always predicting the most frequent class: {100 * majority_accuracy:.3g} %"]
     if low <= majority_accuracy:
-        lines.append(
-            f"this is no better than always predicting the most frequent class, as far as {images:,} images can tell"
-        )
+        lines.append(f"this is not significantly better than always predicting that class, for {images:,} images")
     return lines
 
 
 def describe_confidence(confidence: float, right: int, images: int) -> str:
-    """Compares mean confidence with accuracy, and says which is significantly larger."""
+    """Compares mean confidence with accuracy, and says whether one is significantly larger."""
     low, high = wilson(right, images)
-    words = f"on average it says {100 * confidence:.0f} % and is right in {100 * right / images:.0f} %"
+    words = f"mean confidence {100 * confidence:.0f} %, accuracy {100 * right / images:.0f} %"
     if low <= confidence <= high:
-        return f"{words}: no further apart than chance allows with {images:,} images"
-    return f"{words}: {'too sure' if confidence > high else 'less sure than it could be'}"
+        return f"{words}: no significant difference for {images:,} images"
+    return f"{words}: {'overconfident' if confidence > high else 'underconfident'}"
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
