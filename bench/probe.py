@@ -30,8 +30,8 @@ def planted(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (COUNT,), generator=generator)
     features = torch.randn(COUNT, WIDTH, generator=generator).mul_(4)
-    for part in probe.parts(COUNT):
-        features[part] += centres[labels[part]]
+    for part, part_labels in zip(features.split(probe.ROWS), labels.split(probe.ROWS), strict=True):
+        part.add_(centres[part_labels])
     turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))).Q
     scale = torch.arange(1, WIDTH + 1) ** -1.0  # a spectrum that decays, as that of real features
     return (features * scale) @ turn, labels

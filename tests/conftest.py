@@ -27,6 +27,12 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     without_figures(monkeypatch)
 
 
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations write no figures and no report.html, which take longer than a small model."""
+    monkeypatch.setattr("plainvit.analyse.evaluation.write_evaluation", lambda *_: None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """What is loaded with the tests stays; to look through it for garbage, over and over, took a tenth of the time."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from PIL import Image
 from tiny import mostly_slow
 
 import plainvit
@@ -44,15 +43,6 @@ def error_line(capsys: Capture, *arguments: str, code: int = 2) -> str:
     assert err.count("\n") == 1
     assert err.startswith("plainvit: ")
     return err
-
-
-@pytest.fixture
-def photo(tmp_path: Path) -> Path:
-    """A PNG whose left half is red and right half is blue."""
-    image = Image.new("RGB", (40, 20), (255, 0, 0))
-    image.paste((0, 0, 255), (20, 0, 40, 20))
-    image.save(tmp_path / "photo.png")
-    return tmp_path / "photo.png"
 
 
 # models ---------------------------------------------------------------------------------------------------------------
@@ -94,26 +84,10 @@ def test_inspect_as_json(capsys: Capture) -> None:
     assert report["milliseconds"] > 0
 
 
-def test_inspect_a_photo(capsys: Capture, photo: Path) -> None:
-    """Half red, half blue: each of these channels is +1 on one half and -1 on the other, green is -1."""
-    report = json.loads(printed(capsys, "inspect", "ViT-Ti/16", "--image", str(photo), "--image-size", "32", "--json"))
-    pixels = next(step for step in report["steps"] if step["name"] == "pixels")
-    assert pixels["shape"] == [1, 3, 32, 32]
-    assert pixels["mean"] == pytest.approx(-1 / 3, abs=0.01)
-    assert pixels["std"] == pytest.approx((8 / 9) ** 0.5, abs=0.02)
-
-
 def test_inspect_prints_the_intermediates_of_a_hybrid(capsys: Capture) -> None:
     text = printed(capsys, "inspect", "R+ViT-Ti/16", "--image-size", "32")
     assert "root" in text
     assert "logits" in text
-
-
-@pytest.mark.parametrize("content", [b"", b"no image"])
-def test_a_corrupt_photo_is_a_data_error(capsys: Capture, photo: Path, content: bytes) -> None:
-    photo.write_bytes(content)
-    line = error_line(capsys, "inspect", "ViT-Ti/16", "--image-size", "32", "--image", str(photo), code=3)
-    assert photo.name in line
 
 
 # The command itself ---------------------------------------------------------------------------------------------------
@@ -154,9 +128,7 @@ WRONG = {  # command: words that the line must name
     "inspect": "MODEL",
     "inspect ViT-X/16": "ViT-S/16",
     "inspect ViT-Ti/16 --image-size 33": "32 48",
-    "inspect ViT-Ti/16 --image /no/such/photo.png": "/no/such/photo.png",
     "inspect ViT-B/16 --heads 3": "--heads ViT-B/16",
-    "inspect A --image B": "--image",
     "models *Z*": "'*Z*'",
     "models BiT-* --image-size 0": "image_size",
     "models --imagesize 3": "'--imagesize' --image-size",

@@ -16,7 +16,8 @@ from pictures import encode, photo, plant, plant_classes, png, write_parquet
 from shell import Capture, evaluate_to, fail, save_model
 
 import plainvit
-from plainvit.analyse.evaluation import evaluate_model
+from plainvit.analyse import evaluation
+from plainvit.analyse.evaluation import Evaluation, evaluate_model
 from plainvit.analyse.subject import gather
 from plainvit.cli import main
 from plainvit.config import About, Preprocess
@@ -28,9 +29,9 @@ from plainvit.evaluate.predictor import Predictor
 # Metrics --------------------------------------------------------------------------------------------------------------
 
 
-def scores(count: int = 400, classes: int = 7, seed: int = 0) -> tuple[np.ndarray, np.ndarray, Result]:
-    """Labels, probabilities [N, K], and the Result of them; one class is never right, one is never there."""
-    rng = np.random.default_rng(seed)
+def scores(count: int = 400, classes: int = 7) -> tuple[np.ndarray, np.ndarray, Result]:
+    """Labels, probabilities [N, K], and their Result; class 2 is never predicted correctly, class 6 is no label."""
+    rng = np.random.default_rng(0)
     labels = rng.integers(0, classes - 1, count)
     logits = rng.normal(size=(count, classes))
     logits[np.arange(count), labels] += np.where(labels == 2, -9, 1.5)
@@ -41,7 +42,7 @@ def scores(count: int = 400, classes: int = 7, seed: int = 0) -> tuple[np.ndarra
 
 
 def test_metrics_equal_scikit_learns() -> None:
-    from sklearn import metrics as sk  # here: the children of another test import this file too
+    from sklearn import metrics as sk  # not for the children of another test, which import this file
 
     labels, given, result = scores()
     known = list(range(7))
@@ -57,11 +58,10 @@ def test_metrics_equal_scikit_learns() -> None:
     assert found["images"][6] == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_calibration_error_equals_that_of_scikit_learns_bins(seed: int) -> None:
+def test_the_calibration_error_equals_that_of_scikit_learns_bins() -> None:
     from sklearn.calibration import calibration_curve
 
-    _, _, result = scores(seed=seed)
+    _, _, result = scores()
     result.probabilities[:6] = np.array([1 / 15, 2 / 15, 1.0, 0.2, 1 / 3, 0.0])  # some of them edges of bins
     accuracy, sure = calibration_curve(result.right, result.probabilities, n_bins=15, strategy="uniform")
     edges = np.linspace(0, 1, 16)
@@ -73,7 +73,7 @@ def test_the_calibration_error_equals_that_of_scikit_learns_bins(seed: int) -> N
 # Every image once -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64])
+@pytest.mark.parametrize("batch", [7, 400])
 def test_counts_are_the_same_for_any_batch(batch: int) -> None:
     model = tiny.vit(torch.float32, image_size=(8, 8), classes=10)
     source = open_source("digits", "test")
@@ -90,10 +90,12 @@ def work(model: Path, out: Path, rank: int, size: int, port: int, batch: int) ->
     names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"}
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    evaluation.write_evaluation = lambda *_: None
     words = ["evaluate", str(model), "--data", "digits", "--device", "cpu", "--out", str(out), "--batch", str(batch)]
     main([*words, "--json"])
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize(("processes", "batch"), [(2, 50), pytest.param(3, 7, marks=pytest.mark.slow)])
 def test_several_processes_equal_one(processes: int, batch: int, tmp_path: Path, capsys: Capture) -> None:
     model = save_model(tmp_path / "model.safetensors", image_size=(8, 8), classes=10)
@@ -105,18 +107,16 @@ def test_several_processes_equal_one(processes: int, batch: int, tmp_path: Path,
         for rank in range(processes)
     ]
     assert [child.wait(120) for child in children] == [0] * processes, children[0].said
-    main(["evaluate", str(model), "--data", "digits", "--out", str(tmp_path / "one"), "--device", "cpu", "--json"])
-    one = json.loads(capsys.readouterr().out)
+    one, rows = evaluate_to(capsys, tmp_path / "one", str(model), "--data", "digits")
     many = json.loads((tmp_path / "many" / "card.json").read_text())
     assert many["environment"]["processes"] == processes
     assert many["images"] == one["images"] == 360
     assert many["counts"] == one["counts"]
     assert many["metrics"]["nll"] == pytest.approx(one["metrics"]["nll"], rel=1e-6)
-    rows = [pq.read_table(tmp_path / name / "images.parquet") for name in ("one", "many")]
-    for column in ("name", "label", "prediction", "right"):
-        assert rows[0][column].to_pylist() == rows[1][column].to_pylist()
+    table = pq.read_table(tmp_path / "many" / "images.parquet").to_pydict()
+    assert all(table[column] == rows[column] for column in ("name", "label", "prediction", "right"))
     assert "images" in children[0].said
-    assert children[1].said == ""  # the first process speaks for all
+    assert children[1].said == ""  # only the main process reports
 
 
 class Counted(Source):
@@ -145,35 +145,36 @@ def test_small_sets_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # Which images ---------------------------------------------------------------------------------------------------------
 
 
+def evaluated(model: Path, data: Path, out: Path, **options: Any) -> Evaluation:
+    done = evaluate_model(model, str(data), out=out, device="cpu", quiet=True, **options)
+    assert done is not None
+    return done
+
+
+@pytest.mark.usefixtures("no_report")
 def test_a_folder_without_splits_is_evaluated_completely(tmp_path: Path) -> None:
-    """By weights that know nothing of it; where it has validation images, these."""
+    """By weights without a run; if it has validation images, on these."""
     model = save_model(tmp_path / "model.safetensors", ("ant", "bee"), classes=2)
     plant_classes(tmp_path / "photos", {"ant": 3, "bee": 4})
-    done = evaluate_model(model, str(tmp_path / "photos"), out=tmp_path / "flat", device="cpu", quiet=True)
-    assert done is not None
+    done = evaluated(model, tmp_path / "photos", tmp_path / "flat")
     assert (len(done.result.index), done.card.data["split"]) == (7, "train")
     for split, count in (("train", 3), ("val", 2)):
         plant_classes(tmp_path / "both" / split, {"ant": count, "bee": count}, start=10 * count)
-    done = evaluate_model(model, str(tmp_path / "both"), out=tmp_path / "val", device="cpu", quiet=True)
-    assert done is not None
-    assert (len(done.result.index), done.card.data["split"]) == (4, "val")
-    named = evaluate_model(
-        model, str(tmp_path / "both"), split="validation", out=tmp_path / "named", device="cpu", quiet=True
-    )
-    assert named is not None
-    assert named.card.data["split"] == "val"
+    for split in ("", "validation"):
+        done = evaluated(model, tmp_path / "both", tmp_path / "val", split=split)
+        assert (len(done.result.index), done.card.data["split"]) == (4, "val")
 
 
+@pytest.mark.usefixtures("no_report", "no_figures")
 def test_a_run_is_evaluated_on_its_held_out_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     photos = plant_classes(tmp_path / "photos", {"ant": 10, "bee": 10})
     config = small_runs.config(data=str(photos), holdout=0.2, steps=2, batch=4)
     run = plainvit.fit(config, tmp_path / "run", quiet=True)
-    done = evaluate_model(tmp_path / "run", str(photos), out=tmp_path / "own", device="cpu", quiet=True)
-    assert done is not None
+    done = evaluated(tmp_path / "run", photos, tmp_path / "own")
     assert "3 that the run held out" in caplog.text
     assert len(done.result.index) == 3
     assert done.card.metrics["top1"] == pytest.approx(run.numbers["val"]["top1"])
-    evaluate_model(tmp_path / "run", str(photos), split="train", out=tmp_path / "train", device="cpu", quiet=True)
+    evaluated(tmp_path / "run", photos, tmp_path / "train", split="train")
     assert "trained on these images" in caplog.text
     weights = tmp_path / "run" / "model.safetensors"
     named = ((run.folder, f"{photos}/", ""), (weights, str(photos), ""), (run.folder, str(photos), "val"))
@@ -182,8 +183,9 @@ def test_a_run_is_evaluated_on_its_held_out_images(tmp_path: Path, caplog: pytes
     assert (len(looked.images), looked.description) == (3, "held-out images of the run")
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_run_finds_its_images_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named by another path than when it learned, or moved, they were scored whole: most had been learned."""
+    """By content, so the path of the data may be another one than in training."""
     plant_classes(tmp_path / "photos", {"ant": 10, "bee": 10})
     monkeypatch.chdir(tmp_path)
     plainvit.fit(small_runs.config(data="photos", holdout=0.2, steps=2, batch=4), "run", quiet=True)
@@ -257,22 +259,19 @@ def test_unreadable_images_are_counted_named_and_not_scored(
     assert "1 image could not be read" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("no_report")
 def test_preprocessing_is_the_models_own_by_default(tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     plant(folder / "test", {f"{one}/{at}.png": encode(photo(40, 90, at)) for one in ("ant", "bee") for at in range(3)})
     model = tiny.vit(torch.float32, image_size=(16, 16), classes=2)
     model.about = About(preprocess=Preprocess(resize="crop", crop=0.5, interpolation="bicubic"))
-    plainvit.save(model, tmp_path / "model.safetensors")
-    options: Any = {"out": tmp_path / "out", "device": "cpu", "quiet": True}
-    own = evaluate_model(tmp_path / "model.safetensors", str(folder), **options)
-    squash = {"resize": "squash"}
-    changed = evaluate_model(tmp_path / "model.safetensors", str(folder), preprocess=squash, **options)
-    assert own
-    assert changed
+    weights = plainvit.save(model, tmp_path / "model.safetensors")
+    own = evaluated(weights, folder, tmp_path / "own")
+    changed = evaluated(weights, folder, tmp_path / "changed", preprocess={"resize": "squash"})
     assert own.card.preprocess["settings"]["crop"] == 0.5
     settings = {name: value for name, value in own.card.preprocess["settings"].items() if name != "crop"}
     assert changed.card.preprocess["settings"] == settings | {"resize": "squash"}  # which crops nothing
     with pytest.raises(ValueError, match="--resize crop"):
-        evaluate_model(tmp_path / "model.safetensors", str(folder), preprocess=squash | {"crop": 0.5}, **options)
+        evaluated(weights, folder, tmp_path / "both", preprocess={"resize": "squash", "crop": 0.5})
     assert own.card.preprocess["hash"] != changed.card.preprocess["hash"]
     assert not np.allclose(own.result.nll, changed.result.nll)

@@ -47,40 +47,34 @@ def test_sizes() -> None:
     sizes = {number: (len(one.rows), len(one.columns)) for number, one in paper.tables().items()}
     assert sizes == {2: (5, 8), 5: (14, 6), 6: (18, 8), 7: (4, 6), 8: (4, 3), 9: (3, 20)}
     assert all(len(cells) == len(one.columns) for one in paper.tables().values() for _, cells in one.rows)
-    assert table(2).rows[3][1][list(table(2).columns).index("VTAB")] == [76.29, 1.70]
 
 
-@pytest.mark.parametrize(("number", "digits"), [(7, 2), (9, 1)])
-def test_rows_average_to_the_printed_average(number: int, digits: int) -> None:
-    for _, (*cells, mean) in table(number).rows:
-        assert round(statistics.fmean(cells), digits) == pytest.approx(mean)
+def test_printed_averages_are_those_of_the_rows() -> None:
+    for number, digits in ((7, 2), (9, 1)):
+        for _, (*cells, mean) in table(number).rows:
+            assert round(statistics.fmean(cells), digits) == pytest.approx(mean)
+    for name, cells in table(9).rows:
+        assert table(2).value(name, "VTAB") == pytest.approx(cells[-1], abs=0.05)
 
 
-def test_tables_5_and_6_agree_where_they_say_the_same() -> None:
+def test_models_in_two_tables_have_the_same_results() -> None:
     """Table 5's JFT models are those of Table 6 (L/16 for 14 epochs), but for H/14, which differs in the paper."""
     sixth = {(name, cells[0]): cells for name, cells in table(6).rows}
     columns = {title: at for at, title in enumerate(table(6).columns)}
     for name, epochs in (("ViT-B/32", 7), ("ViT-B/16", 7), ("ViT-L/32", 7), ("ViT-L/16", 14)):
         for title in table(5).columns:
             assert table(5).value(f"{name} (JFT-300M)", title) == sixth[name, epochs][columns[title]]
-
-
-def test_table_7s_adam_is_table_6s_resnets() -> None:
     for name in ("BiT-R50x1", "BiT-R152x2"):
         for title in ("ImageNet", "CIFAR-10", "CIFAR-100", "Pets", "Flowers"):
             assert table(7).value(f"{name}, Adam", title) == table(6).value(name, title)
 
 
-def test_table_2s_vtab_is_table_9s_mean() -> None:
-    for name, cells in table(9).rows:
-        assert table(2).value(name, "VTAB") == pytest.approx(cells[-1], abs=0.05)
-
-
 def test_table_6s_compute_is_what_we_count() -> None:
+    """ResNets come out 3 to 4 % above the paper's figures; the others agree."""
     for name, (epochs, *_, exaflops) in table(6).rows:
         known = 834 if exaflops == 859 else exaflops  # a slip: twice the epochs have 1,668
         counted = cost.training_exaflops(cost.configure(name), epochs * JFT)
-        assert counted == pytest.approx(known, rel=0.045)
+        assert counted == pytest.approx(known, rel=0.045 if name.startswith("BiT") else 0.03)
 
 
 def test_the_recipes_expect_these_numbers() -> None:

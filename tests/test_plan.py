@@ -21,9 +21,10 @@ from plainvit import cli, hub
 from plainvit.config import Config, Model, Optim, ViTConfig, from_json
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
-from plainvit.models import ResNet, ViT, build
+from plainvit.models import build
 from plainvit.names import configure
 from plainvit.planning import cost, step_time
+from plainvit.planning.datasets import count_training_images
 from plainvit.planning.devices import DEVICES, H200
 from plainvit.planning.memory import GIB, Step, largest_micro_batch, memory, saved_bytes
 from plainvit.planning.plan import choose_micro_batch, plan, table
@@ -44,28 +45,18 @@ SMALL = ViTConfig(width=64, depth=2, heads=4, mlp_dim=192, patch=(8, 8), image_s
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def take_step(model: ViT | ResNet, optim: Optim) -> Optimizers:
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
+def test_weights_gradients_and_optimizer_state_match_pytorch(name: Any) -> None:
+    model, optim = build(SMALL), Optim(name=name)
     optimizers = Optimizers(model, model.named_parameters(), optim)
     for parameter in optimizers.parameters:
         parameter.grad = torch.rand_like(parameter)
     optimizers.set_rate(1e-3)
     optimizers.step()
-    return optimizers
-
-
-def state_bytes(optimizers: Optimizers) -> int:
-    return sum(tensor.nbytes for tensor in optimizers.state().values() if tensor.ndim)  # without counters
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
-def test_weights_gradients_and_optimizer_state_match_pytorch(name: Any) -> None:
-    model, optim = build(SMALL), Optim(name=name)
-    optimizers = take_step(model, optim)
     found = memory(Step(model=SMALL, images=1, optim=optim))
-    assert found["optimizer state"] == state_bytes(optimizers)
-    assert found["weights"] == sum(p.nbytes for p in model.parameters())
-    assert found["bf16 weights"] == sum(p.bfloat16().nbytes for p in model.parameters())
-    assert found["gradients"] == sum(p.grad.nbytes for p in optimizers.parameters if p.grad is not None)
+    assert found["optimizer state"] == sum(t.nbytes for t in optimizers.state().values() if t.ndim)  # without counters
+    assert found["weights"] == found["gradients"] == sum(p.nbytes for p in model.parameters())
+    assert found["bf16 weights"] == found["weights"] / 2
 
 
 def count_saved(config: Model, images: int, bf16: bool) -> int:
@@ -143,9 +134,7 @@ STEPS = [  # one H200, torch 2.11, bf16, compiled, AdamW, 224 px (docs/results.m
     ("ViT-L/16", 256, FAST | {"fp8": True}, 1_529, 31.15),
     ("ViT-H/14", 128, FAST | {"fp8": True}, 534, 37.24),
     ("ViT-B/16", 256, {}, 3_434, 17.3),
-    ("ViT-B/16", 128, {}, 3_164, 9.2),
     ("ViT-L/16", 256, {}, 1_162, 46.3),
-    ("ViT-L/16", 64, {}, 1_011, 14.6),
     ("ViT-H/14", 128, {}, 418, 54.1),
     ("ViT-H/14", 32, {}, 359, 19.8),
 ]
@@ -214,10 +203,6 @@ def test_checkpoint_bytes_match_a_saved_checkpoint(tmp_path: Path) -> None:
 # Time -----------------------------------------------------------------------------------------------------------------
 
 
-def images_per_second(step: Step) -> float:
-    return step.images * step.devices / sum(step_seconds(step, H200).values())
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -233,7 +218,9 @@ def images_per_second(step: Step) -> float:
 )
 def test_more_work_takes_longer(changes: dict[str, Any]) -> None:
     step = Step(model=configure("ViT-B/16"), images=256)
-    assert images_per_second(dataclasses.replace(step, **changes)) < images_per_second(step)
+    assert sum(step_seconds(dataclasses.replace(step, **changes), H200).values()) > sum(
+        step_seconds(step, H200).values()
+    )
 
 
 @pytest.mark.parametrize("name", ["ViT-B/16", "R50x1+ViT-B/16", "BiT-R50x1", "Axial-ViT-B/32"])
@@ -255,8 +242,7 @@ def test_communication_is_bytes_over_bandwidth_less_computation(parallel: Any, c
 
 def test_other_devices_are_scaled_and_say_so() -> None:
     assert [name for name, device in DEVICES.items() if "not measured" not in device.timing_source] == ["h200"]
-    assert H200.slowdown == 1
-    assert 1 < DEVICES["h100"].slowdown < DEVICES["a100"].slowdown < 989 / 312
+    assert H200.slowdown == 1 < DEVICES["h100"].slowdown < DEVICES["a100"].slowdown < 989 / 312
 
 
 def test_measured_steps_replace_the_estimate() -> None:
@@ -294,7 +280,6 @@ def plan_json(words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     ("name", "options"),
     [
         ("vit-h14-jft", {"on": "h200", "devices": 1024}),
-        ("vit-l16-i21k", {"on": "a100"}),
         ("r152x2-jft", {"on": "h100", "devices": 8}),
         ("digits", {"devices": 2}),
     ],
@@ -302,15 +287,23 @@ def plan_json(words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_reports_are_json_and_fit_80_columns(name: str, options: dict[str, Any]) -> None:
     report = plan(recipe(name), **options)
     assert json.loads(json.dumps(report)) == report
-    text = render(report)
+    text, step = render(report), report["step"]
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert f"{report['parameters']:,}" in text
-    step = report["step"]
-    assert f"{step['micro_batch']:,}" in text
+    assert ("seconds" in step) == ("on" in options)
     if "seconds" in step:
         assert step["seconds"] == pytest.approx(sum(step["parts"].values()))
         assert f"{1000 * step['seconds']:,.1f} ms" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "images"),
+    [("cifar10", 45_000), ("flowers102", 1_020), ("vtab/svhn", 800), ("vtab1000/svhn", 900), ("photos", None)],
+)
+def test_known_datasets_are_counted_without_their_held_out_images(data: str, images: int | None) -> None:
+    """Flowers and vtab/ have validation images of their own."""
+    assert count_training_images(Config(data=data, holdout=0.1)) == images
 
 
 @pytest.mark.parametrize("name", ["masked-cifar10", "mae-cifar10"])

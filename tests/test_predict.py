@@ -123,36 +123,27 @@ def test_features_equal_the_models(weights: Path, predictor: Predictor, photos: 
         np.testing.assert_array_equal(saved["features"][at], np.float32(table["features"][at].as_py()))
 
 
-def overflowing(photos: Path) -> tuple[PredictionJob, list[bool]]:
-    """A model whose features overflow for some images, and which."""
+def test_non_finite_results_are_errors(photos: Path, tmp_path: Path, capsys: Capture) -> None:
+    """A model whose features overflow for half of the images, and whose logits overflow for all."""
     model = tiny.vit(torch.float32, depth=1)
     predictor = Predictor(model, device="cpu", batch=4)
-    good = [predictor.load_image(photos / name) for name in NAMES if name != "5.jpg"]
-    largest = predictor.features(torch.stack(good)).abs().amax(1).double().numpy()
-    scale = np.finfo(np.float32).max / np.median(largest)
+    good = [photos / name for name in NAMES if name != "5.jpg"]
+    largest = predictor.features(predictor.stack(good)).abs().amax(1).double().numpy()
     for part in (model.norm.weight, model.norm.bias):
-        part.data *= scale
-    return PredictionJob(predictor), (largest > np.median(largest)).tolist()
-
-
-def test_non_finite_results_are_errors(photos: Path, tmp_path: Path, capsys: Capture) -> None:
-    job, over = overflowing(photos)
-    found = list(rows(job, inputs.find([str(photos)])))
+        part.data *= np.finfo(np.float32).max / np.median(largest)
+    found = list(rows(PredictionJob(predictor), inputs.find([str(photos)])))
     errors = [row["error"] for row in found if not row["name"].endswith("5.jpg")]
-    assert errors == [NOT_FINITE if one else None for one in over]
-    assert 0 < sum(over) < 6
+    assert errors == [NOT_FINITE if one else None for one in largest > np.median(largest)]
     assert all((row["features"] is None) == (row["error"] is not None) for row in found)
     assert "truncated" in found[NAMES.index("5.jpg")]["error"].lower()
     assert np.isfinite([row["features"] for row in found if row["features"]]).all()
-    path = plainvit.save(job.predictor.model, tmp_path / "over.safetensors")
-    with pytest.raises(SystemExit) as caught:
-        main(["predict", str(path), str(photos), "--json"])
-    assert caught.value.code == 3
-    said = capsys.readouterr()
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in said.out.splitlines()]
+    path = plainvit.save(model, tmp_path / "over.safetensors")
+    code, out, err = run(capsys, "predict", path, photos, "--json")
+    assert code == 3
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
     assert [line["predictions"] for line in lines] == [[]] * 7
     assert lines[0]["error"] == NOT_FINITE
-    assert "all 7 images failed" in said.err
+    assert "all 7 images failed" in err
 
 
 FORMULAS = ["=1+1.png", "+1.png", "-1.png", "@SUM(1).png", "\t=1.png", "\r=1.png", "x\r=1.png"]
@@ -180,14 +171,10 @@ def test_numbers_in_csv_are_not_escaped(tmp_path: Path) -> None:
     assert (tmp_path / "x.csv").read_text() == "'=1+1,-1.5e-07,-3,-2,-0.5,'-1+1,a=b,'\uff1d1\n"
 
 
-def test_predict_prints_a_table_or_json_lines(weights: Path, photos: Path, capsys: Capture) -> None:
-    main(["predict", str(weights), str(photos), "--top", "1"])
-    out, err = capsys.readouterr()
+def test_predict_prints_a_table(weights: Path, photos: Path, capsys: Capture) -> None:
+    _, out, err = run(capsys, "predict", weights, photos, "--top", 1)
     assert "4.PNG" in out
     assert "1 of 7" in err
-    main(["predict", str(weights), str(photos), "--json"])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [len(line["predictions"]) for line in lines] == [5, 5, 5, 5, 0, 5, 5]
 
 
 def test_out_of_memory_has_exit_code_5(
@@ -200,43 +187,52 @@ def test_out_of_memory_has_exit_code_5(
     assert "--batch 4" in fail(capsys, "predict", weights, photos, "--out", tmp_path / "r.csv", "--batch", 4, code=5)
 
 
-def test_rows_are_printed_as_they_come(weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_rows_are_printed_as_they_come(weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flushed after each row, also into a pipe."""
-    lines: list[int] = []
+    flushed: list[int] = []
 
-    class Told(io.StringIO):
+    class Stream(io.StringIO):
         def flush(self) -> None:
-            lines.append(self.getvalue().count("\n"))
+            flushed.append(self.getvalue().count("\n"))
 
-    monkeypatch.setattr(sys, "stdout", Told())
+    monkeypatch.setattr(sys, "stdout", Stream())
     main(["predict", str(weights), str(photos), "--json"])
-    assert [*dict.fromkeys(lines)] == [1, 2, 3, 4, 5, 6, 7]
+    lines = [json.loads(line) for line in sys.stdout.getvalue().splitlines()]  # pyright: ignore[reportAttributeAccessIssue]
+    assert [len(line["predictions"]) for line in lines] == [5, 5, 5, 5, 0, 5, 5]
+    assert [*dict.fromkeys(flushed)] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_bad_input_is_one_line(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        ("predict WEIGHTS empty", 3, "no images"),
+        ("predict WEIGHTS photos --top 8", 2, "--top"),
+        ("predict WEIGHTS photos --top 0", 2, "--top"),
+        ("predict WEIGHTS", 2, "INPUT"),
+        ("predict WEIGHTS bad.jpg", 3, "bad.jpg: "),
+        ("predict WEIGHTS photos --out old.jsonl", 2, "--force"),
+        ("predict WEIGHTS photos --out r.txt", 2, ".jsonl"),
+        ("predict WEIGHTS photos --out no/r.csv", 2, "folder"),
+        ("predict WEIGHTS photos --address auto", 2, "--engine ray"),
+        ("predict WEIGHTS digits", 2, "--out"),
+        ("embed WEIGHTS photos --out r.jsonl", 2, ".npz"),
+        ("predict no-such-model photos --sheet s.txt", 2, ".png"),  # before any work
+        ("predict no-such-model photos --sheet no/s.png", 2, "folder"),
+    ],
+)
+@pytest.mark.usefixtures("photos")
+def test_bad_input_is_one_line(
+    words: str, code: int, part: str, weights: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(plant(tmp_path, {"bad.jpg": b"\xff\xd8 no", "old.jsonl": b""}))
     (tmp_path / "empty").mkdir()
+    assert part in fail(capsys, *words.replace("WEIGHTS", str(weights)).split(), code=code)
+
+
+def test_the_row_of_an_unreadable_image_is_written(weights: Path, tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path, {"bad.jpg": b"\xff\xd8 no"})
-    out = tmp_path / "r.jsonl"
-    assert "no images" in fail(capsys, "predict", weights, tmp_path / "empty", code=3)
-    assert "--top" in fail(capsys, "predict", weights, photos, "--top", 8, code=2)
-    assert "top" in fail(capsys, "predict", weights, photos, "--top", 0, code=2)
-    assert "INPUT" in fail(capsys, "predict", weights, code=2)
-    assert "bad.jpg: " in fail(capsys, "predict", weights, tmp_path / "bad.jpg", code=3)
-    assert run(capsys, "predict", weights, tmp_path / "bad.jpg", "--out", out)[0] == 3
-    assert json.loads(out.read_text())["predictions"] == []  # the row is kept all the same
-    assert "--force" in fail(capsys, "predict", weights, photos, "--out", out, code=2)
-    assert ".jsonl" in fail(capsys, "predict", weights, photos, "--out", "r.txt", code=2)
-    assert ".npz" in fail(capsys, "embed", weights, photos, "--out", out, code=2)
-    assert "folder" in fail(capsys, "predict", weights, photos, "--out", tmp_path / "no/r.csv", code=2)
-    assert "--engine ray" in fail(capsys, "predict", weights, photos, "--address", "auto", code=2)
-    assert "--out" in fail(capsys, "predict", weights, "digits", code=2)
-
-
-def test_an_unwritable_sheet_is_an_error_before_any_work(photos: Path, tmp_path: Path, capsys: Capture) -> None:
-    for name, words in (("s.txt", ".png"), ("no/s.png", "folder"), ("photos.png", "folder")):
-        (tmp_path / "photos.png").mkdir(exist_ok=True)
-        line = ["predict", "no-such-model", photos, "--out", tmp_path / "r.csv", "--sheet", tmp_path / name]
-        assert words in fail(capsys, *line, code=2)
+    assert run(capsys, "predict", weights, tmp_path / "bad.jpg", "--out", tmp_path / "r.jsonl")[0] == 3
+    assert json.loads((tmp_path / "r.jsonl").read_text())["predictions"] == []
 
 
 def test_a_model_without_a_head_can_only_embed(photos: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -53,11 +53,6 @@ def stop_after_one_part(job: PredictionJob, source: Source, steps: np.ndarray) -
     raise Stop
 
 
-def stop_at_once(*_: Any) -> OutputBatches:
-    raise Stop
-    yield
-
-
 def list_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -157,14 +152,14 @@ def test_parts_of_another_job_need_force(predictor: Predictor, weights: Path, ph
 
 
 def test_an_existing_file_is_replaced_only_with_force(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
-    out, source = tmp_path / "r.jsonl", inputs.find([str(photos)])
+    out, source, job = tmp_path / "r.jsonl", inputs.find([str(photos)]), PredictionJob(predictor, 1)
     out.write_text("another's")
     with pytest.raises(ValueError, match="--force"):
-        write(PredictionJob(predictor, 1), source, out, engine=stop_at_once)
-    assert out.read_text() == "another's"
+        write(job, source, out, engine=stop_after_one_part)
     with pytest.raises(Stop):
-        write(PredictionJob(predictor, 1), source, out, engine=stop_after_one_part, part=4, force=True)
-    summary, _ = write(PredictionJob(predictor, 1), source, out, part=4, force=True)  # the same command resumes
+        write(job, source, out, engine=stop_after_one_part, part=4, force=True)
+    assert out.read_text() == "another's"
+    summary, _ = write(job, source, out, part=4, force=True)  # the same command resumes
     assert summary.resumed == 4
     assert len(out.read_text().splitlines()) == 7
 

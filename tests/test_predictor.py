@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +36,13 @@ def test_a_predictor_restores_the_mode_of_the_model(fails: bool) -> None:
         with pytest.raises((ValueError, RuntimeError)) if fails else contextlib.nullcontext():
             assert torch.equal(use(images), use(images))  # nothing is random: it was in eval mode
         assert modes(model) == before
+
+
+@pytest.mark.parametrize("option", [{"image_size": 48}, {"mean": 0.1}])
+def test_an_option_that_needs_a_weights_file_is_an_error_for_a_model(option: Any) -> None:
+    """image_size was ignored."""
+    with pytest.raises(ValueError, match=next(iter(option))):
+        Predictor(tiny.vit(torch.float32), **option)
 
 
 def test_a_predictor_leaves_the_model_on_its_device() -> None:
@@ -87,6 +95,9 @@ def test_one_image_gives_one_list_and_several_a_list_of_lists(tmp_path: Path) ->
     assert (len(predictor(array)), len(predictor(array, k=8))) == (5, 7)
     with pytest.raises(ValueError, match="k must"):
         predictor(array, k=0)
+    assert predictor([]) == []
+    with pytest.raises(ValueError, match="images is empty"):
+        predictor.features([])
 
 
 def test_a_tensor_of_the_models_size_is_not_resized() -> None:

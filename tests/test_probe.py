@@ -52,12 +52,12 @@ def by_normal_equations(x: Tensor, y: Tensor, others: Tensor, classes: int, l2: 
 def test_least_squares_equal_numpys(count: int, l2: float) -> None:
     x, y = clusters(count, 48, 9)
     others, _ = clusters(300, 48, 9, seed=1)
-    solved = probe.solve(x, y, 9)
+    solved = probe.solve(x, y, 9, l2)
     expected = by_normal_equations(x, y, others, 9, l2)
     # the constant's square makes this system ill-conditioned, the more so the smaller l2 is
     close = np.ptp(expected) * (1e-4 if l2 < 1 else 1e-7)
-    np.testing.assert_allclose(solved.scores(others, l2).numpy(), expected, rtol=0, atol=close)
-    assert solved.predict(others, l2).tolist() == expected.argmax(1).tolist()
+    np.testing.assert_allclose(solved.scores(others).numpy(), expected, rtol=0, atol=close)
+    assert solved.predict(others).tolist() == expected.argmax(1).tolist()
 
 
 def test_a_constant_feature_and_a_class_without_images_are_allowed() -> None:
@@ -66,9 +66,9 @@ def test_a_constant_feature_and_a_class_without_images_are_allowed() -> None:
     others, _ = clusters(50, 12, 5, seed=1)
     others[:, 3] = 4.0
     expected = by_normal_equations(x, y, others, 7, 1024.0)  # classes 5 and 6 have no image
-    found = probe.solve(x, y, 7).scores(others, 1024.0)
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-9)
-    assert set(probe.solve(x, y, 7).predict(others).tolist()) <= set(range(5))
+    found = probe.solve(x, y, 7, 1024.0)
+    np.testing.assert_allclose(found.scores(others).numpy(), expected, atol=1e-9)
+    assert set(found.predict(others).tolist()) <= set(range(5))
 
 
 def test_shots_are_nested_and_balanced_and_equal_big_visions() -> None:
@@ -87,16 +87,15 @@ def test_shots_are_nested_and_balanced_and_equal_big_visions() -> None:
 # Nearest neighbours ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [1, 2, 20, 200])
-def test_neighbours_equal_scikit_learns(k: int) -> None:
+def test_neighbours_equal_scikit_learns() -> None:
     x, y = clusters(700, 24, 8)
-    others, _ = clusters(2500, 24, 8, seed=1)
+    others, _ = clusters(1500, 24, 8, seed=1)
     x, others = x.double(), others.double()
-    found = probe.neighbours(x, y, 8, others, (1, k, 300))
-    peer = KNeighborsClassifier(
-        k, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / 0.07)
-    )
-    assert found[k].tolist() == peer.fit(x, y).predict(others).tolist()
+    for k, found in probe.neighbours(x, y, 8, others, (1, 2, 20, 200)).items():
+        peer = KNeighborsClassifier(
+            k, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / 0.07)
+        )
+        assert found.tolist() == peer.fit(x, y).predict(others).tolist()
 
 
 def test_ties_go_to_the_lower_class_and_to_the_earlier_image() -> None:
@@ -115,8 +114,6 @@ def test_invalid_settings_are_an_error() -> None:
     for ks in ((), (0,), (1, 11)):
         with pytest.raises(ValueError, match="k must"):
             probe.neighbours(x, y, 2, x, ks)
-    with pytest.raises(ValueError, match="temperature"):
-        probe.neighbours(x, y, 2, x, (1,), temperature=0.0)
     with pytest.raises(ValueError, match="l2"):
         probe.logistic(x, y, 2, -1.0)
 
@@ -140,25 +137,25 @@ def test_invalid_features_are_an_error(spoil: Any, words: str) -> None:
 # Linear probe ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "l2"), [(60, 1e-2), (400, 1e-3), (2000, 1e-2), (400, 1.0)])
+@pytest.mark.parametrize(("count", "l2"), [(60, 1e-1), (400, 1e-2), (2000, 1.0)])
 def test_the_linear_probe_equals_scikit_learns(count: int, l2: float) -> None:
     """The same objective; softmax has one bias too many, so biases are compared without their mean."""
     x, y = clusters(count, 16, 5)
     found = probe.logistic(x, y, 5, l2, tolerance=1e-8)
-    mean, std = probe.moments(x)
-    rows = ((x.double() - mean) / (std + 1e-5)).numpy()
-    peer = LogisticRegression(C=1 / (l2 * count), tol=1e-10, max_iter=10_000).fit(rows, y.numpy())
+    x64 = x.double().numpy()
+    mean, std = x64.mean(0), x64.std(0) + 1e-5
+    peer = LogisticRegression(C=1 / (l2 * count), tol=1e-10, max_iter=10_000).fit((x64 - mean) / std, y.numpy())
     assert found.converged
     np.testing.assert_allclose(found.weights.numpy(), peer.coef_.T, atol=2e-5)
     biases = [bias - bias.mean() for bias in (found.bias.numpy(), peer.intercept_)]
     np.testing.assert_allclose(*biases, atol=2e-5)
     others, _ = clusters(300, 16, 5, seed=1)
-    assert found.predict(others).tolist() == peer.predict(((others.double() - mean) / (std + 1e-5)).numpy()).tolist()
+    assert found.predict(others).tolist() == peer.predict((others.double().numpy() - mean) / std).tolist()
 
 
 def test_l2_of_the_linear_probe_is_chosen_on_held_out_images() -> None:
-    x, y = clusters(300, 64, 4, spread=5.0)
-    fitted, best, tried = probe.search_logistic(x, y, 4, (1e-6, 1e-3, 1e-1, 10.0))
+    x, y = clusters(300, 32, 4, spread=5.0)
+    fitted, best, tried = probe.search_logistic(x, y, 4, (1e-4, 1e-2, 1e-1, 10.0))
     assert tried[best] == max(tried.values())
     separable, labels = clusters(300, 8, 4, spread=0.1)
     _, chosen, equal = probe.search_logistic(separable, labels, 4, (1e-6, 1e-4, 1e-2, 1.0))
@@ -204,34 +201,24 @@ def test_features_equal_the_models_for_any_batch(weights: Path, photos: Path, ba
 def test_features_are_computed_once(weights: Path, photos: Path, tmp_path: Path) -> None:
     predictor, source = Predictor(weights, device="cpu"), open_source(str(photos))
     first = extract(predictor, source, cache=tmp_path / "a" / "b", quiet=True)
-    assert not first.cached
     predictor.features = None  # pyright: ignore[reportAttributeAccessIssue] - it could not compute them again
     again = extract(predictor, open_source(str(photos)), cache=tmp_path / "a" / "b", quiet=True)
-    assert again.cached
-    for name in ("features", "labels", "index"):
-        assert torch.equal(getattr(first, name), getattr(again, name))
+    assert (first.cached, again.cached) == (False, True)
+    assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in ("features", "labels", "index"))
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [f"{first.key}.safetensors"]
 
 
 def test_every_setting_changes_the_cache_key(weights: Path, photos: Path) -> None:
-    predictor = Predictor(weights, device="cpu")
-    source = open_source(str(photos))
-    keys = [kept.features_key(predictor, source)]
-
-    def another(**changes: Any) -> None:
-        with torch.no_grad():
-            made = Predictor(weights, device="cpu", **changes)
-        keys.append(kept.features_key(made, source))
-
-    another(preprocess=Preprocess(resize="crop", crop=0.9))
-    another(image_size=16)
-    another(precision="bf16")
+    source, predictor = open_source(str(photos)), Predictor(weights, device="cpu")
+    changes: list[dict[str, Any]] = [{"preprocess": Preprocess(resize="crop", crop=0.9)}]
+    changes += [{"image_size": 16}, {"precision": "bf16"}]
     changed = Predictor(weights, device="cpu")
     changed.model.load_state_dict({name: value + 1e-6 for name, value in changed.model.state_dict().items()})
-    keys.append(kept.features_key(changed, source))
-    keys.append(kept.features_key(predictor, open_source(str(photos), "test")))
-    keys.append(kept.features_key(predictor, Subset(source, np.arange(14))))
-    assert len(set(keys)) == len(keys)
+    predictors = [predictor, changed, *(Predictor(weights, device="cpu", **change) for change in changes)]
+    keys = [kept.features_key(one, source) for one in predictors]
+    others = (open_source(str(photos), "test"), Subset(source, np.arange(14)))
+    keys += [kept.features_key(predictor, other) for other in others]
+    assert len(set(keys)) == 7
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
@@ -320,16 +307,11 @@ def test_the_command_writes_a_card_and_a_table(weights: Path, photos: Path, tmp_
     assert report(capsys, "probe", *words)[0]["cached"]
 
 
-def test_per_class_limits_the_training_images(weights: Path, photos: Path, capsys: Capture) -> None:
-    words = (str(weights), "--data", str(photos), "--per-class", "2", "--no-cache", "--device", "cpu")
-    assert report(capsys, "probe", *words)[0]["train"]["n"] == 6
-
-
-def test_classes_with_fewer_images_than_shots_are_counted(weights: Path, photos: Path, capsys: Capture) -> None:
+def test_training_images_per_class(weights: Path, photos: Path, capsys: Capture) -> None:
     """The classes have six, five and four training images."""
-    words = ("--data", photos, "--no-cache", "--device", "cpu", "--shots", 4, 6)
-    table = run(capsys, "probe", weights, *words)[1]
-    assert [line.split()[-2:] for line in table.splitlines() if "fewer than" in line] == [["6", "2"]]
+    words = ("--data", photos, "--no-cache", "--device", "cpu")
+    assert report(capsys, "probe", weights, *words, "--per-class", 2)[0]["train"]["n"] == 6
+    assert "(2 classes have fewer)" in run(capsys, "probe", weights, *words, "--shots", 4, 6)[1]
 
 
 def test_a_folder_without_splits_holds_out_about_a_fifth(
@@ -356,7 +338,7 @@ def test_validation_images_are_tested_on_where_there_are_no_others(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "part"),
     [
         (("--method", "knn", "--k", "16"), 2, "--k 16"),
         (("--shots", "0"), 2, "shots"),
@@ -368,10 +350,10 @@ def test_validation_images_are_tested_on_where_there_are_no_others(
     ],
 )
 def test_invalid_arguments_are_one_line(
-    weights: Path, photos: Path, capsys: Capture, words: tuple[str, ...], code: int, told: str
+    weights: Path, photos: Path, capsys: Capture, words: tuple[str, ...], code: int, part: str
 ) -> None:
     cache = () if "--cache" in words else ("--no-cache",)
-    assert told in fail(capsys, "probe", weights, "--data", photos, *cache, *words, code=code)
+    assert part in fail(capsys, "probe", weights, "--data", photos, *cache, *words, code=code)
 
 
 def test_invalid_data_is_one_line(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -387,5 +369,5 @@ def test_invalid_data_is_one_line(weights: Path, photos: Path, tmp_path: Path, c
     assert "no images" in fail_with(3, str(tmp_path / "empty"))
     write_parquet(tmp_path / "bare" / "train-0.parquet", [encode(np.zeros((4, 4, 3), np.uint8))] * 3, None)
     write_parquet(tmp_path / "bare" / "test-0.parquet", [encode(np.zeros((4, 4, 3), np.uint8))] * 3, None)
-    assert "without a label" in fail_with(3, str(tmp_path / "bare"))
+    assert "no label" in fail_with(3, str(tmp_path / "bare"))
     assert "/no/such/weights" in fail(capsys, "probe", "/no/such/weights", "--data", photos, code=2)

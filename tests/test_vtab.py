@@ -1,5 +1,4 @@
-"""VTAB-1k: the cuts of 800, 200 and test, the paper's own table through our means, and three tasks from planted images
-to a table."""
+"""VTAB-1k: its lists of images, the means of the paper's table, and three tasks from images to a table."""
 
 import json
 from pathlib import Path
@@ -16,7 +15,7 @@ from plainvit.cli import main
 from plainvit.config import Augment
 from plainvit.data import vtab
 from plainvit.data.decode import DataError, decode
-from plainvit.data.sources import MissingSplitError, open_source
+from plainvit.data.sources import MissingSplitError, Source, open_source
 from plainvit.evaluate import paper
 from plainvit.models import build
 from plainvit.recipes import recipe
@@ -77,59 +76,40 @@ def test_the_vtab_score_needs_all_tasks() -> None:
 # Images ---------------------------------------------------------------------------------------------------------------
 
 
-def pixel(value: int) -> bytes:
-    """A picture that says which one it is."""
-    return encode(np.full((2, 2, 3), (value % 256, value // 256, 7), np.uint8))
-
-
-def which(data: bytes | np.ndarray) -> int:
-    red, green, _ = (int(x) for x in decode(data)[0, 0])
-    return red + 256 * green
-
-
-def parts(root: Path, name: str) -> dict[str, list[int]]:
-    found = {split: open_source(f"vtab/{name}", split, data_root=root) for split in ("train", "val", "test")}
-    return {split: [which(source.read(i)) for i in range(len(source))] for split, source in found.items()}
-
-
-def test_vtab1000_trains_on_all_1000_images(tmp_path: Path) -> None:
-    write_lists(tmp_path / "svhn", 10)
-    train = open_source("vtab1000/svhn", "train", data_root=tmp_path)
-    assert [which(train.read(i)) for i in range(1000)] == list(range(1000))
-    assert train.labels.tolist() == [i % 10 for i in range(1000)]
-    assert train.name(999) == open_source("vtab/svhn", "val", data_root=tmp_path).name(199)
-    assert len(open_source("vtab1000/svhn", "test", data_root=tmp_path)) == 30
-    with pytest.raises(MissingSplitError):
-        open_source("vtab1000/svhn", "val", data_root=tmp_path)
-
-
 def write_lists(folder: Path, classes: int) -> None:
-    """As the copies of VTAB-1k that go round have it."""
-    for name, split, count, start in (
-        ("train800", "train", 800, 0),
-        ("val200", "val", 200, 800),
-        ("test", "test", 30, 1000),
-    ):
-        plant(folder, {f"images/{split}/{i:06d}.png": pixel(start + i) for i in range(count)})
-        lines = [f"images/{split}/{i:06d}.png {(start + i) % classes}" for i in range(count)]
-        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    """800, 200 and 30 images by the lists of VTAB-1k; the pixels of an image are its number."""
+    for name, count, start in (("train800", 800, 0), ("val200", 200, 800), ("test", 30, 1000)):
+        numbers = range(start, start + count)
+        pixels = {at: np.full((2, 2, 3), (at % 256, at // 256, 7), np.uint8) for at in numbers}
+        plant(folder, {f"images/{at:06d}.png": encode(image) for at, image in pixels.items()})
+        (folder / f"{name}.txt").write_text("".join(f"images/{at:06d}.png {at % classes}\n" for at in numbers))
 
 
-def test_published_lists_are_read(tmp_path: Path) -> None:
+def read_numbers(source: Source) -> list[int]:
+    pixels = [decode(source.read(index))[0, 0].astype(int) for index in range(len(source))]
+    return [int(red + 256 * green) for red, green, _ in pixels]
+
+
+def test_published_lists_are_read_and_vtab1000_trains_on_800_and_200(tmp_path: Path) -> None:
     write_lists(tmp_path / "smallnorb_azi", 18)
-    found = parts(tmp_path, "smallnorb-azimuth")
-    assert found == {"train": list(range(800)), "val": list(range(800, 1000)), "test": list(range(1000, 1030))}
-    source = open_source("vtab/smallnorb-azimuth", "val", data_root=tmp_path)
-    assert source.labels.tolist() == [i % 18 for i in range(800, 1000)]
-    assert len(source.classes) == 18
+    expected = {"train": range(800), "val": range(800, 1000), "test": range(1000, 1030)}
+    for split, numbers in expected.items():
+        source = open_source("vtab/smallnorb-azimuth", split, data_root=tmp_path)
+        assert read_numbers(source) == list(numbers)
+        assert source.labels.tolist() == [at % 18 for at in numbers]
+        assert len(source.classes) == 18
+    train = open_source("vtab1000/smallnorb-azimuth", "train", data_root=tmp_path)
+    assert read_numbers(train) == list(range(1000))
+    assert train.labels.tolist() == [at % 18 for at in range(1000)]
+    assert len(open_source("vtab1000/smallnorb-azimuth", "test", data_root=tmp_path)) == 30
+    with pytest.raises(MissingSplitError):
+        open_source("vtab1000/smallnorb-azimuth", "val", data_root=tmp_path)
 
 
 @pytest.mark.parametrize("line", ["images/a.png", "images/a.png 18", "/etc/passwd 1", "../a.png 1", "images/a.png x"])
 def test_an_invalid_list_line_is_rejected(tmp_path: Path, line: str) -> None:
-    write_lists(tmp_path / "smallnorb-azimuth", 18)
-    with (tmp_path / "smallnorb-azimuth" / "train800.txt").open("a") as file:
-        file.write(f"{line}\n")
-    with pytest.raises(DataError, match=r"train800\.txt line 801"):
+    plant(tmp_path / "smallnorb-azimuth", {"train800.txt": f"images/0.png 3\n{line}\n".encode()})
+    with pytest.raises(DataError, match=r"train800\.txt line 2"):
         open_source("vtab/smallnorb-azimuth", "train", data_root=tmp_path)
 
 
@@ -145,70 +125,63 @@ def test_a_missing_task_or_list_is_rejected(tmp_path: Path) -> None:
 
 
 def shade(label: int, classes: int) -> bytes:
-    """Classes told apart by their grey alone."""
+    """An image whose grey is its class."""
     return encode(np.full((8, 8, 3), 255 * label // (classes - 1), np.uint8))
-
-
-def plant_tasks(root: Path) -> None:
-    """Three tasks by the lists of VTAB-1k, under the names that its copies give them."""
-    for folder, classes, tests in (("patch_camelyon", 2, 40), ("dsprites_loc", 16, 100), ("smallnorb_ele", 9, 45)):
-        plant(root / folder, {f"{label}.png": shade(label, classes) for label in range(classes)})
-        for name, count in (("train800", 800), ("val200", 200), ("test", tests)):
-            lines = (f"{7 * i % classes}.png {7 * i % classes}\n" for i in range(count))
-            (root / folder / f"{name}.txt").write_text("".join(lines))
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Two tasks by the lists of VTAB-1k, under the names that its copies give them, and weights."""
     root = tmp_path_factory.mktemp("vtab")
-    plant_tasks(root)
+    for folder, classes, tests in (("patch_camelyon", 2, 40), ("dsprites_loc", 16, 100)):
+        plant(root / folder, {f"{label}.png": shade(label, classes) for label in range(classes)})
+        for name, count in (("train800", 800), ("val200", 200), ("test", tests)):
+            lines = (f"{7 * i % classes}.png {7 * i % classes}\n" for i in range(count))
+            (root / folder / f"{name}.txt").write_text("".join(lines))
     plainvit.save(build(small_runs.MODEL.replace(classes=3)), root / "model.safetensors")
     return root, str(root / "model.safetensors")
 
 
-def test_three_tasks_from_images_to_the_table(
+@pytest.mark.usefixtures("no_figures")
+def test_two_tasks_from_images_to_the_table(
     planted: tuple[Path, str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_runs.without_figures(monkeypatch)
     root, weights = planted
-    tasks = ("camelyon", "dsprites-location", "smallnorb-elevation", "svhn")
-    words = ("vtab", "--init", weights, "--data-root", str(root), "--setting", "light", "--steps", "80")
-    words = (*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--tasks", *tasks)
+    out, tasks = tmp_path / "out", ("camelyon", "dsprites-location", "svhn")
+    words = ["vtab", "--init", weights, "--data-root", str(root), "--setting", "light", "--steps", "80"]
+    words += ["--device", "cpu", "--out", str(out), "--tasks", *tasks]
     main([*words, "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "out" / "vtab.json").read_text()) == report
-    rows = report["tasks"]
-    assert {task: row["state"] for task, row in rows.items()} == {**dict.fromkeys(tasks, "done"), "svhn": "absent"}
-    assert [rows[task]["n"] for task in tasks[:3]] == [40, 100, 45]
-    assert rows["camelyon"]["top1"] == 1.0  # black and white
-    assert min(rows[task]["top1"] * vtab.TASKS[task].classes for task in tasks[:3]) > 1.5  # well above chance
-    tops = [rows[task]["top1"] for task in tasks[:3]]
-    assert report["means"]["mean_of_available"] == pytest.approx(np.mean(tops))
-    assert report["means"]["structured"] == {"mean": pytest.approx(np.mean(tops[1:])), "tasks": 2, "of": 8}
-    assert "vtab" not in report["means"]
-    configs = {task: json.loads((tmp_path / "out" / task / "config.json").read_text()) for task in tasks[:3]}
-    assert [configs[task]["augment"]["flip"] for task in tasks[:3]] == [0.5, 0.0, 0.5]
-    assert [configs[task]["augment"]["crop"] for task in tasks[:3]] == ["random", "none", "random"]
-    assert [configs[task]["model"]["classes"] for task in tasks[:3]] == [2, 16, 9]
-    data = json.loads((tmp_path / "out" / "camelyon" / "data.json").read_text())
+    assert json.loads((out / "vtab.json").read_text()) == report
+    rows, means = report["tasks"], report["means"]
+    assert [rows[task]["state"] for task in tasks] == ["done", "done", "absent"]
+    tops = [rows[task]["top1"] for task in tasks[:2]]
+    assert tops[0] == 1.0  # black and white
+    assert tops[1] * 16 > 1.5  # well above chance
+    assert [rows[task]["n"] for task in tasks[:2]] == [40, 100]
+    assert means["mean_of_available"] == pytest.approx(np.mean(tops))
+    assert means["structured"] == {"mean": pytest.approx(tops[1]), "tasks": 1, "of": 8}
+    assert "vtab" not in means
+    configs = [json.loads((out / task / "config.json").read_text()) for task in tasks[:2]]
+    assert [config["augment"]["flip"] for config in configs] == [0.5, 0.0]
+    assert [config["augment"]["crop"] for config in configs] == ["random", "none"]
+    assert [config["model"]["classes"] for config in configs] == [2, 16]
+    data = json.loads((out / "camelyon" / "data.json").read_text())
     assert {split: one["images"] for split, one in data["splits"].items()} == {"train": 1000, "test": 40}
 
-    monkeypatch.setattr(run, "train_timed", None)  # finished runs are not run again
-    main(list(words))
+    monkeypatch.setattr(run, "train_timed", None)  # finished runs are not repeated
+    main(words)
     table = capsys.readouterr().out
-    old = Path(weights).read_bytes()
-    other = plainvit.load(weights)
+    assert "svhn" in table
+    assert "mean of the 2 available tasks" in table
+    assert "no VTAB score: 17 of the 19 tasks are missing" in table
+    stored, other = Path(weights).read_bytes(), plainvit.load(weights)
     other.embedding.weight.data += 1
     plainvit.save(other, weights)
-    with pytest.raises(SystemExit):  # unless the weights are others now
-        main(list(words))
-    Path(weights).write_bytes(old)
+    with pytest.raises(SystemExit):  # the file holds other weights now
+        main(words)
+    Path(weights).write_bytes(stored)
     assert "--force" in capsys.readouterr().err
-    assert "svhn" in table
-    assert "absent" in table
-    assert "mean of the 3 available tasks" in table
-    assert "no VTAB score: 16 of the 19 tasks are missing" in table
-    assert "VTAB-1k " not in table
 
 
 def test_all_19_make_a_score() -> None:
@@ -225,10 +198,10 @@ def test_all_19_make_a_score() -> None:
     assert "no VTAB score" not in shown.get()
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_task_that_diverges_is_reported(
     planted: tuple[Path, str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_runs.without_figures(monkeypatch)
     root, weights = planted
     made = study.base_config
 
@@ -247,7 +220,7 @@ def test_a_task_that_diverges_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "part"),
     [
         (("--tasks", "svhm"), 2, "nearest: svhn"),
         (("--tasks", "svhn", "dmlab"), 3, "none of these tasks: svhn, dmlab"),
@@ -255,7 +228,9 @@ def test_a_task_that_diverges_is_reported(
         (("--init", "/no/such/file"), 2, "/no/such/file"),
     ],
 )
-def test_wrong_words(planted: tuple[Path, str], capsys: Capture, words: tuple[str, ...], code: int, told: str) -> None:
+def test_wrong_arguments_are_one_line(
+    planted: tuple[Path, str], capsys: Capture, words: tuple[str, ...], code: int, part: str
+) -> None:
     root, weights = planted
     init = () if "--init" in words else ("--init", weights)
     with pytest.raises(SystemExit) as caught:
@@ -264,4 +239,4 @@ def test_wrong_words(planted: tuple[Path, str], capsys: Capture, words: tuple[st
     assert caught.value.code == code
     assert out == ""
     assert err.count("\n") == 1
-    assert told in err
+    assert part in err

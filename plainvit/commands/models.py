@@ -45,7 +45,6 @@ def inspect(
     model: Model,
     /,
     *,
-    image: Path | None = None,
     image_size: ImageSize = None,
     heads: Heads = None,
     pixels: PixelFlags,
@@ -60,7 +59,6 @@ def inspect(
 
     Args:
         model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights` or `plainvit models`
-        image: Photo to run a named model on; default: a colour gradient
         seed: Seed of a named model's random weights
     """
     from plainvit.names import is_model
@@ -72,11 +70,9 @@ def inspect(
             raise ValueError(f"--{flag} requires a weights file, {model} is the name of a model: remove it")
         from plainvit.evaluate import forward
 
-        report = forward.report(model, image, 224 if image_size is None else image_size, seed)
+        report = forward.report(model, 224 if image_size is None else image_size, seed)
         print_result(report, None if json else forward.tables(report))
         return
-    if image is not None:
-        raise ValueError("--image requires the name of a model such as ViT-B/16, not a weights file: remove it")
     from plainvit.evaluate import describe
 
     described = describe.describe(model, heads=heads, image_size=image_size, **given_pixel_flags(pixels))

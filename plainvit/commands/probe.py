@@ -17,7 +17,6 @@ class ProbeFlags:
     seeds: int = 3  # Few-shot: number of random draws of these images
     l2: float = 1024.0  # Few-shot: regularization (big_vision: 2^10)
     k: tuple[int, ...] = ()  # k-NN: numbers of neighbours; default: 1 5 10 20 100 200, as far as there are images
-    temperature: float = 0.07  # k-NN: votes are weighted by exp(cosine / temperature), as in DINO
     #: Linear probe: regularization; the best on a fifth of the training images is used
     linear_l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
     per_class: int = 0  # Maximum training images per class; 0: all (big_vision on ImageNet: 65)

@@ -10,12 +10,11 @@ images.parquet has a hash of each image's content, by which `compare` finds the 
 another version are an error: the meaning of a number may have changed.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_origin
@@ -40,12 +39,8 @@ from plainvit.runtime.folder import environment, finite
 
 VERSION = 2
 CARD, IMAGES = "card.json", "images.parquet"
-LIBRARIES = ("numpy", "pillow", "simplejpeg", "torchvision")  # that decode, resize or compute
-TEXTS = {  # required in each part of a card
-    "data": ("fingerprint", "content", "split", "rule", "labels", "spec"),
-    "model": ("weights",),
-    "preprocess": ("hash",),
-}
+# Texts that `compare` and `paper` read
+REQUIRED = (("data", "split"), ("data", "rule"), ("data", "spec"), ("model", "weights"), ("preprocess", "hash"))
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ def make_card(predictor: Predictor, labels: Labels, result: Result, world: World
         model=_describe_model(predictor),
         preprocess=_describe_preprocess(predictor),
         precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[predictor.dtype],
-        environment=environment(world.device) | {"processes": world.size, "libraries": _read_versions()},
+        environment=environment(world.device) | {"processes": world.size},
     )
 
 
@@ -139,14 +134,6 @@ def _describe_preprocess(predictor: Predictor) -> dict[str, Any]:
     described = {"settings": settings, "image_size": list(predictor.size)}
     described |= {"mean": list(config.mean), "std": list(config.std)}
     return described | {"hash": hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}
-
-
-def _read_versions() -> dict[str, str]:
-    versions: dict[str, str] = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def settings_of(path: Path, card: Card) -> dict[str, Any]:
@@ -211,25 +198,24 @@ def read_card(path: Path) -> Card:
     if stored.get("card") != VERSION:
         version = stored.get("card", "unknown")
         raise DataError(f"{path} has card version {version}, but {VERSION} is required: run `plainvit evaluate` again")
-    fault = _find_fault(stored)
+    fault = next(_find_faults(stored), None)
     if fault:
-        raise DataError(f"{path} is not a valid card: {fault}")
+        raise DataError(f"{path} is not a valid card: {fault}; run `plainvit evaluate` again")
     return Card(**{field.name: stored[field.name] for field in dataclasses.fields(Card)})
 
 
-def _find_fault(card: dict[str, Any]) -> str:
-    """What is wrong with a stored card; "" if it can be compared."""
-    kinds: dict[str, Any] = {field.name: get_origin(field.type) or field.type for field in dataclasses.fields(Card)}
-    wrong = [name for name, kind in kinds.items() if not isinstance(card.get(name), kind)]
-    texts = [(part, key) for part, keys in TEXTS.items() for key in keys if part not in wrong]
-    wrong += [f"{part}.{key}" for part, key in texts if not isinstance(card[part].get(key), str)]
-    if wrong:
-        return f"{wrong[0]} is missing or invalid"
+def _find_faults(card: dict[str, Any]) -> Iterator[str]:
+    """What makes a stored card unusable in a comparison."""
+    for field in dataclasses.fields(Card):
+        if not isinstance(card.get(field.name), get_origin(field.type) or field.type):  # pyright: ignore[reportArgumentType]
+            yield f"{field.name} is missing or invalid"
+    for part, key in REQUIRED:
+        if not isinstance(card[part].get(key), str):
+            yield f"{part}.{key} is missing or invalid"
     for name in ("top1", "top5"):
         count, images = card["counts"].get(name), card["images"]
         if not isinstance(count, int) or images < 1 or card["metrics"].get(name) != count / images:
-            return f"{name} is not {count} of {images} images"
-    return ""
+            yield f"{name} is not {count} of {images} images"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,16 +27,15 @@ PAIRS = 5  # of a mapping that are printed
 
 
 def read_class_names(path: Path, classes: int) -> tuple[str, ...]:
-    """Names from a file: one per line, a JSON list, or a JSON object of numbers and names. Raises ValueError."""
+    """Names from a file: one per line, or a JSON list. Raises ValueError."""
     if not path.is_file():
         raise ValueError(f"--class-names {path}: there is no such file")
     if path.stat().st_size > SIZE_LIMIT:
         raise ValueError(f"--class-names {path} is above the limit of {SIZE_LIMIT >> 20} MiB")
     try:
         text = path.read_text(encoding="utf-8").strip()
-        names = json.loads(text) if text.startswith(("[", "{")) else text.splitlines()
-        names = [names[str(at)] for at in range(len(names))] if isinstance(names, dict) else names
-    except (ValueError, KeyError, RecursionError) as error:
+        names = json.loads(text) if text.startswith("[") else text.splitlines()
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--class-names {path} has neither one name per line nor a JSON list: {error}") from error
     if len(names) != classes:
         raise ValueError(f"--class-names {path} has {len(names):,} names, but the model has {classes:,} classes")
@@ -56,7 +54,7 @@ def match_classes(source: Source, classes: int, names: Sequence[str]) -> np.ndar
         names: Names of the model's classes, if known; numbers count as unknown.
     """
     theirs, data = source.classes, source.spec or "the data"
-    names = () if _are_numbers(names) else names
+    names = () if are_numbers(names) else names
     matches = _match_names(theirs, names)
     missing = [name for name, match in zip(theirs, matches, strict=True) if match is None]
     if not missing and len(set(matches)) == len(matches):
@@ -72,7 +70,7 @@ def match_classes(source: Source, classes: int, names: Sequence[str]) -> np.ndar
             f"the model's class names lack {wrong} of {data}{f', such as {missing[0]!r}' if missing else ''}: "
             "rename the class folders, or give the model's names with --class-names FILE"
         )
-    if _are_numbers(theirs) and max(map(int, theirs)) < classes:
+    if are_numbers(theirs) and max(map(int, theirs)) < classes:
         if names or len(theirs) != classes or list(theirs) != sorted(theirs):  # 0 to 9 have one order, 0 to 10 two
             log.warning("note: the classes of %s are matched by number", data)
         return np.array([int(name) for name in theirs])
@@ -120,67 +118,53 @@ def _simplify(name: str) -> str:
     return re.sub(r"[\W_]+", " ", name.casefold()).strip()
 
 
-def _are_numbers(names: Sequence[str]) -> bool:
+def are_numbers(names: Sequence[str]) -> bool:
     return bool(names) and all(name.isdecimal() and name.isascii() for name in names)
 
 
 # Permuted labels ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Permutation:
-    """Labels that seem permuted: the class that the model predicts in place of each class of the data."""
-
-    pairs: tuple[tuple[int, int], ...]  # (label, prediction)
-    top1: float  # under this mapping, on images that were not used to find it
-    images: int  # of these
-
-
-def find_permutation(labels: np.ndarray, predicted: np.ndarray) -> Permutation | None:
-    """A one-to-one mapping of classes with a much higher accuracy than the labels; None if there is none.
+def find_permutation(labels: np.ndarray, predicted: np.ndarray) -> tuple[dict[int, int], float] | None:
+    """A one-to-one mapping of labels to predictions that is right far more often than the labels, and its accuracy.
 
     The mapping is found on every second image of a class and measured on the others, so that chance does not find one.
-    It is reported if it is right for most of these images, and the labels for less than half as many.
+    It is returned if it is right for most of these images, and the labels for less than half as many.
     """
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], labels[order])
-    fitted = np.empty(len(labels), bool)
-    fitted[order] = (np.arange(len(labels)) - starts) % 2 == 0
-    if fitted.all():
+    tested = np.empty(len(labels), bool)
+    tested[order] = (np.arange(len(labels)) - starts) % 2 == 1
+    if not tested.any():
         return None
-    mapping = assign_classes(labels[fitted], predicted[fitted])
-    mapped = np.array([mapping.get(int(label), -1) for label in labels[~fitted]])
-    right, tested = predicted[~fitted] == mapped, int((~fitted).sum())
-    own = float((predicted[~fitted] == labels[~fitted]).mean())
-    low, _ = wilson(int(right.sum()), tested)
-    if low < 0.5 or low < 2 * own:
-        return None
-    return Permutation(tuple(sorted(mapping.items())), float(right.mean()), tested)
+    mapping = assign_classes(labels[~tested], predicted[~tested])
+    right = predicted[tested] == np.array([mapping.get(int(label), -1) for label in labels[tested]])
+    low, _ = wilson(int(right.sum()), len(right))
+    own = float((predicted[tested] == labels[tested]).mean())
+    return (mapping, float(right.mean())) if low >= max(0.5, 2 * own) else None
 
 
 def assign_classes(labels: np.ndarray, predicted: np.ndarray) -> dict[int, int]:
     """{label: prediction}, one to one, by the most frequent pairs first."""
     pairs, counts = np.unique(np.stack((labels, predicted), 1), axis=0, return_counts=True)
     mapping: dict[int, int] = {}
-    taken: set[int] = set()
+    assigned: set[int] = set()
     for label, prediction in pairs[np.argsort(-counts, kind="stable")].tolist():
-        if label not in mapping and prediction not in taken:
+        if label not in mapping and prediction not in assigned:
             mapping[label] = prediction
-            taken.add(prediction)
+            assigned.add(prediction)
     return mapping
 
 
-def warn_permuted(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> Permutation | None:
+def warn_permuted(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> None:
     """Warns if labels seem permuted, with the first pairs of the mapping."""
-    permutation = find_permutation(labels, predicted)
-    if permutation:
-        top1, moved = float((labels == predicted).mean()), [(a, b) for a, b in permutation.pairs if a != b]
-        pairs = ", ".join(f"{names[label]!r} -> {names[prediction]!r}" for label, prediction in moved[:PAIRS])
-        log.warning(
-            "the labels seem permuted: top-1 is %.2f %%, but %.2f %% under another one-to-one mapping of the classes "
-            "(on %d images that were not used to find it)",
-            *(100 * top1, 100 * permutation.top1, permutation.images),
-        )
-        log.warning("  label -> prediction: %s%s", pairs, " ..." if len(moved) > PAIRS else "")
-        log.warning("  check the order of the classes, or give the model's names with --class-names FILE")
-    return permutation
+    found = find_permutation(labels, predicted)
+    if not found:
+        return
+    mapping, top1 = found
+    moved = [f"{names[a]!r} -> {names[b]!r}" for a, b in sorted(mapping.items()) if a != b]
+    log.warning(
+        "the labels seem permuted: top-1 is %.2f %%, but %.2f %% under another one-to-one mapping of the classes "
+        "(label -> prediction: %s): check the order of the classes, or give the model's names with --class-names FILE",
+        *(100 * float((labels == predicted).mean()), 100 * top1, ", ".join(moved[:PAIRS])),
+    )

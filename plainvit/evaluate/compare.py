@@ -8,7 +8,7 @@ listed, and runs that differ only in the seed are also compared as groups (seeds
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,6 @@ HEADINGS |= {"ece": "ECE %", "precision": "prec. %"}  # eight columns fit a term
 LEAST_SHARED = 10  # images; all of them if a card has fewer
 IGNORED = Config.OPERATIONAL | {"recipe"}  # settings that do not change results
 MAX_SETTINGS = 12  # printed; --json has all
-
-
-class NotComparableError(ValueError):
-    """Cards that cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
     """All cards, with the difference of each from the first.
 
     Raises:
-        NotComparableError: Two cards share too few images, or have another rule of what is correct.
+        ValueError: Two cards share too few images, or have another rule of what is correct.
     """
     if len(paths) < 2:
         raise ValueError("compare needs at least two cards: plainvit compare CARD CARD")
@@ -75,7 +71,7 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
     for row, entry in zip(rows[1:], entries[1:], strict=True):
         row["difference"] = difference(first, entry)
         row["settings"] = compare_settings(first, entry)
-        row["remarks"] = [*list_remarks(first.card, entry.card), *_compare_truth(first.rows, entry.rows)]
+        row["remarks"] = list(_list_remarks(first, entry))
     groups = seeds.groups([entry.as_run() for entry in entries if entry.settings])
     return {"data": first.card.data, "images": first.card.images, "cards": rows, "groups": groups}
 
@@ -104,24 +100,25 @@ def _describe(entry: Entry) -> dict[str, Any]:
     }
 
 
-def list_remarks(a: Card, b: Card) -> list[str]:
-    """Differences besides the weights that may affect the result."""
-    remarks = ["the weights are the same"] if a.model["weights"] == b.model["weights"] else []
-    if a.preprocess["hash"] != b.preprocess["hash"]:
-        remarks.append(f"preprocessing differs: {_describe_preprocess(a)}, and {_describe_preprocess(b)}")
-    versions = [card.environment.get("plainvit") for card in (a, b)]
-    for title, (ours, theirs) in {"precision": (a.precision, b.precision), "plainvit": versions}.items():
-        remarks += [f"{title} differs: {ours} and {theirs}"] if ours != theirs else []
-    return remarks
-
-
-def _compare_truth(a: Rows, b: Rows) -> list[str]:
-    """A remark if shared images have different labels; classes may have other names."""
-    at_a, at_b = match_images(a, b)
-    ours, theirs = (np.unique(truth.astype(str), return_inverse=True)[1] for truth in (a.truth[at_a], b.truth[at_b]))
-    names = assign_classes(ours, theirs)
-    differing = sum(names.get(int(label)) != other for label, other in zip(ours, theirs, strict=True))
-    return [f"{differing:,} of the {len(at_a):,} shared images have different labels"] if differing else []
+def _list_remarks(a: Entry, b: Entry) -> Iterator[str]:
+    """Differences besides the settings that may affect the result."""
+    if a.card.model["weights"] == b.card.model["weights"]:
+        yield "the weights are the same"
+    if a.card.preprocess["hash"] != b.card.preprocess["hash"]:
+        yield f"preprocessing differs: {_describe_preprocess(a.card)}, and {_describe_preprocess(b.card)}"
+    if a.card.precision != b.card.precision:
+        yield f"precision differs: {a.card.precision} and {b.card.precision}"
+    versions = [entry.card.environment.get("plainvit") for entry in (a, b)]
+    if versions[0] != versions[1]:
+        yield f"plainvit differs: {versions[0]} and {versions[1]}"
+    at_a, at_b = match_images(a.rows, b.rows)
+    ours, theirs = (
+        np.unique(truth.astype(str), return_inverse=True)[1] for truth in (a.rows.truth[at_a], b.rows.truth[at_b])
+    )
+    classes = assign_classes(ours, theirs)  # classes may have other names
+    differing = sum(classes.get(int(label)) != other for label, other in zip(ours, theirs, strict=True))
+    if differing:
+        yield f"{differing:,} of the {len(at_a):,} shared images have different labels"
 
 
 def compare_settings(a: Entry, b: Entry) -> dict[str, list[Any]]:
@@ -154,11 +151,11 @@ def difference(a: Entry, b: Entry) -> dict[str, Any]:
     """b - a of top1, top5 and nll on the shared images, with interval and p-value."""
     if a.card.data["rule"] != b.card.data["rule"]:
         rules = f"{a.card.data['rule']!r} and {b.card.data['rule']!r}"
-        raise NotComparableError(f"{a.name} and {b.name} count different predictions as correct: {rules}")
+        raise ValueError(f"{a.name} and {b.name} count different predictions as correct: {rules}")
     at_a, at_b = match_images(a.rows, b.rows)
     shared, fewest = len(at_a), min(len(a.rows.truth), len(b.rows.truth))
     if shared < min(LEAST_SHARED, fewest):
-        raise NotComparableError(
+        raise ValueError(
             f"{a.name} and {b.name} share {shared} of {fewest:,} images, too few to compare: evaluate both on the same "
             "data with `plainvit evaluate MODEL --data DATA`"
         )
@@ -207,12 +204,12 @@ def table(report: dict[str, Any]) -> Group:
     rows, data, groups = report["cards"], report["data"], report["groups"]
     lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), correct is {data['rule']}", style="bold")]
     if groups:
-        lines += [_make_group_table(groups), *map(_describe_group, groups[1:], [groups[0]] * len(groups)), Text("")]
+        lines += [_make_group_table(groups), *(_describe_group(group, groups[0]) for group in groups[1:]), Text("")]
     lines += [_make_table(rows), Text("")]
     if groups:
         lines.append(Text("The differences of single runs are in --json.", style="dim"))
-    for row in () if groups else rows[1:]:
-        lines += _describe_difference(row, rows[0])
+    else:
+        lines += [line for row in rows[1:] for line in _describe_difference(row, rows[0])]
     for row in rows:
         lines += [Text(f"{row['name']}: {100 * peer['top1']:.2f} % in {peer['source']}") for peer in row["published"]]
     return Group(*lines)
@@ -220,9 +217,9 @@ def table(report: dict[str, Any]) -> Group:
 
 def _make_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row per card, a column per metric."""
+    metrics = [name for name in TITLES if any(name in row["metrics"] for row in rows)]
     shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     shown.add_column("", overflow="fold", min_width=8)
-    metrics = [name for name in TITLES if any(name in row["metrics"] for row in rows)]
     for title in (*(HEADINGS[name] for name in metrics), "images"):
         shown.add_column(title, justify="right")
     for row in rows:
@@ -238,8 +235,8 @@ def _make_group_table(groups: Sequence[dict[str, Any]]) -> Table:
     for title in (*(HEADINGS[name] for name in seeds.METRICS), "seeds"):
         shown.add_column(title, justify="right")
     for group in groups:
-        means, spreads = group["mean"], group["std"]
-        cells = (f"{_format(name, means[name])} ± {_format(name, spreads[name])}" for name in seeds.METRICS)
+        pairs = ((name, group["mean"][name], group["std"][name]) for name in seeds.METRICS)
+        cells = (f"{_format(name, mean)} ± {_format(name, spread)}" for name, mean, spread in pairs)
         shown.add_row(Text(group["name"]), *cells, str(len(group["seeds"])))
     return shown
 
@@ -254,6 +251,26 @@ def _describe_group(group: dict[str, Any], first: dict[str, Any]) -> Text:
     return Text(f"{title}: {points} points of top-1, 95 % {low} to {high} over {len(change['seeds'])} seeds{unpaired}")
 
 
+def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Text]:
+    shared = row["difference"]["shared"]
+    same = shared == row["images"] == first["images"]
+    images = "the same images" if same else f"{shared:,} shared of {first['images']:,} and {row['images']:,} images"
+    lines = [Text(f"{row['name']} - {first['name']}, on {images}:")]
+    for name in ("top1", "top5", "nll"):
+        result = row["difference"][name]
+        scale, unit, digits = (1, "", 4) if name == "nll" else (100, " points", 2)
+        change, low, high = (f"{scale * value:+.{digits}f}" for value in (result["difference"], *result["interval"]))
+        lines.append(Text(f"  {TITLES[name]} {change}{unit}, 95 % {low} to {high}, {_describe_p(result['p'])}"))
+        if name != "nll":
+            counts = f"{row['name']}: {result['only_this']}, only in {first['name']}: {result['only_first']}"
+            lines.append(Text(f"    correct only in {counts}"))
+    changes = [f"{key} {_format_setting(a)} -> {_format_setting(b)}" for key, (a, b) in row["settings"].items()]
+    if changes:
+        more = f", and {len(changes) - MAX_SETTINGS} more (--json)" if len(changes) > MAX_SETTINGS else ""
+        lines.append(Text(f"  settings that differ: {', '.join(changes[:MAX_SETTINGS])}{more}"))
+    return lines + [Text(f"  {remark}", style="yellow") for remark in row["remarks"]]
+
+
 def to_unit(name: str, value: float) -> str:
     """A metric with its unit: fractions in percent or percentage points."""
     return f"{_format(name, value)} {UNITS[name]}" if name in UNITS else _format(name, value)
@@ -263,27 +280,6 @@ def _format(name: str, value: Any) -> str:
     if not isinstance(value, int | float):
         return "-"
     return f"{100 * value:.2f}" if name in UNITS else f"{value:.4f}"
-
-
-def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Text]:
-    shared = row["difference"]["shared"]
-    same = shared == row["images"] == first["images"]
-    images = "the same images" if same else f"{shared:,} shared of {first['images']:,} and {row['images']:,} images"
-    lines = [Text(f"{row['name']} - {first['name']}, on {images}:")]
-    for name in ("top1", "top5", "nll"):
-        result = row["difference"][name]
-        scale, unit, digits = (100, " points", 2) if name != "nll" else (1, "", 4)
-        low, high = (f"{scale * end:+.{digits}f}" for end in result["interval"])
-        words = f"  {TITLES[name]} {scale * result['difference']:+.{digits}f}{unit}, 95 % {low} to {high}, "
-        lines.append(Text(f"{words}{_describe_p(result['p'])}"))
-        if "only_this" in result:
-            counts = f"{row['name']}: {result['only_this']}, only in {first['name']}: {result['only_first']}"
-            lines.append(Text(f"    correct only in {counts}"))
-    changes = [f"{key} {_format_setting(a)} -> {_format_setting(b)}" for key, (a, b) in row["settings"].items()]
-    if changes:
-        more = f", and {len(changes) - MAX_SETTINGS} more (--json)" if len(changes) > MAX_SETTINGS else ""
-        lines.append(Text(f"  settings that differ: {', '.join(changes[:MAX_SETTINGS])}{more}"))
-    return lines + [Text(f"  {remark}", style="yellow") for remark in row["remarks"]]
 
 
 def _format_setting(value: Any) -> str:

@@ -1,10 +1,9 @@
 """Trace one forward pass: shape, mean and standard deviation of each intermediate.
 
-plainvit inspect ViT-B/16 --image photo.jpg
+plainvit inspect ViT-B/16
 """
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +12,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from plainvit.config import Preprocess, to_json
-from plainvit.data.decode import ImageError
-from plainvit.data.transforms import preprocess_image
+from plainvit.config import to_json
 from plainvit.models import Trace, create
 
 
-def report(name: str, image: Path | None = None, image_size: int = 224, seed: int = 0) -> dict[str, Any]:
-    """Settings of a named model, and shape, mean and std of each intermediate for one image."""
+def report(name: str, image_size: int = 224, seed: int = 0) -> dict[str, Any]:
+    """Settings of a named model, and shape, mean and std of each intermediate for a colour gradient."""
     model = create(name, image_size=image_size, seed=seed).eval()
-    pixels = read(image, image_size) if image else gradient(image_size)
+    pixels = make_gradient(image_size)
     trace = Trace("*")
     with torch.inference_mode():
         start = time.perf_counter()
@@ -57,16 +54,8 @@ def tables(described: dict[str, Any]) -> Group:
     )
 
 
-def gradient(size: int) -> Tensor:
+def make_gradient(size: int) -> Tensor:
     """A test image: red grows to the right, green downwards, blue along the diagonal."""
     ramp = torch.linspace(0, 255, size)
     x, y = ramp.expand(size, size), ramp.unsqueeze(1).expand(size, size)
     return torch.stack((x, y, (x + y) / 2)).to(torch.uint8).unsqueeze(0)  # [1, 3, size, size]
-
-
-def read(path: Path, size: int) -> Tensor:
-    """A photo squashed to size x size, as uint8 [1, 3, size, size]."""
-    try:
-        return preprocess_image(path.read_bytes(), Preprocess(), (size, size)).unsqueeze(0)
-    except ImageError as error:
-        raise ImageError(f"{path}: {error}") from error

@@ -13,6 +13,7 @@ imagenet.json holds the lists and their sources.
 import functools
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,9 @@ from plainvit.data.decode import DataError
 from plainvit.data.imagenet import wordnet_ids
 from plainvit.data.known import real_labels
 from plainvit.data.sources import Source, Subset
-from plainvit.evaluate.class_names import IMAGENET, match_classes
+from plainvit.evaluate.class_names import IMAGENET, are_numbers, is_imagenet, match_classes
+
+log = logging.getLogger("plainvit")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,10 @@ def align(source: Source, classes: int, names: Sequence[str] = (), *, data_root:
         return _align_labels(source, classes, tuple(names))
     if classes != IMAGENET:
         raise DataError(f"{spec} needs a model of ImageNet's 1,000 classes, but the model has {classes:,}")
+    if names and not are_numbers(names) and not is_imagenet(names):
+        log.warning(
+            "the model's class names are not ImageNet's (0 is %r): %s is scored by class number", names[0], spec
+        )
     return special[spec](source, tuple(names), spec, Path(data_root or "."))
 
 

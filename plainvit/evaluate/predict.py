@@ -1,7 +1,7 @@
 """Batch prediction: one row of predictions or features per image, in the order of the inputs.
 
     plainvit predict runs/photos photos/ --out results.jsonl
-    plainvit embed runs/photos photos.zip --out features.parquet
+    plainvit embed runs/photos photos/ --out features.parquet
 
 Worker processes decode while the model computes. An unreadable image, or one with a non-finite prediction, is a row
 with an error. The rows of a batch depend on the batch alone, so a resumed job writes the same file; another --batch
@@ -25,11 +25,12 @@ from plainvit import __version__
 from plainvit.config import to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
-from plainvit.disk import read_json, run_folder
+from plainvit.disk import run_folder
 from plainvit.evaluate.outputs import FEATURES, ROWS, Parts, check_out, summarise
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.runtime.display import Display
+from plainvit.runtime.folder import read_results
 
 PART = 1024  # images per part of the output, rounded up to full batches
 NOT_FINITE = "the prediction is not finite (NaN or Inf)"
@@ -197,14 +198,12 @@ def _choose_workers(images: int, device: str) -> int:
 def describe_accuracy_of_run(model: str | Path) -> str:
     """The accuracy of a run on held-out images; "" if it is not known."""
     try:
-        stored = read_json(run_folder(model) / "results.json")
+        results = read_results(run_folder(model))
     except ValueError:  # next to another library's weights it may be any file
         return ""
-    for split in ("test", "val"):
-        result = stored.get(split)
-        top1, images = (result.get("top1"), result.get("images")) if isinstance(result, dict) else (None, None)
-        if isinstance(top1, int | float) and 0 <= top1 <= 1 and isinstance(images, int) and images > 0:
-            right = round(top1 * images)
+    for metrics in (results.get("test", {}), results.get("val", {})):
+        if {"top1", "images"} <= metrics.keys():
+            right, images = round(metrics["top1"] * metrics["images"]), metrics["images"]
             interval = "-".join(f"{100 * end:.0f}" for end in wilson(right, images))
             return f"{right:,} of {images:,} held-out images were correct (95 % interval {interval} %)"
     return ""

@@ -50,7 +50,7 @@ class Predictor:
         device: cpu, cuda, cuda:N, or auto.
         precision: fp32, bf16, or auto.
         preprocess: Replaces the model's own preprocessing.
-        image_size: Side of the input images; the positions are resampled.
+        image_size: Side of the input images, for a run or weights file; the positions are resampled.
         batch: Images per forward pass.
         class_names: Names of the classes, or a file with them. Default: the model's own; for 1,000 classes without
             names ImageNet-1k's; else numbers.
@@ -78,6 +78,7 @@ class Predictor:
         **pixels: Unpack[Pixels],
     ) -> None:
         self.source = model if isinstance(model, str | Path) else ""
+        given = [name for name, value in {"image_size": image_size, **pixels}.items() if value is not None]
         if isinstance(model, str | Path):
             self.device = choose_device(device)
             self.model: Any = load(model, image_size=image_size, **pixels).to(self.device).eval()
@@ -85,8 +86,8 @@ class Predictor:
                 from plainvit.models.fast import accelerate
 
                 accelerate(self.model)
-        elif any(value is not None for value in pixels.values()):
-            raise ValueError(f"{', '.join(pixels)} can only be given for a weights file, not for a model object")
+        elif given:
+            raise ValueError(f"{', '.join(given)} can only be given for a weights file, not for a model object")
         else:
             self.device, self.model = _find_device(model, device), model
         self.dtype = choose_precision(precision, self.device)
@@ -164,8 +165,10 @@ class Predictor:
             return self.features([cast(ImageLike, images)])[0]
         if isinstance(images, Tensor) and tuple(images.shape[2:]) == tuple(self.size):
             return self._features(images)
-        batches = _batches(cast(Iterable[ImageLike], images), self.batch)
-        return torch.cat([self._features(self.stack(batch)) for batch in batches])
+        batches = [self._features(self.stack(batch)) for batch in _batches(images, self.batch)]
+        if not batches:
+            raise ValueError("images is empty: give at least one image")
+        return torch.cat(batches)
 
     def _features(self, images: Tensor) -> Tensor:
         with eval_mode(self.model), self._cast():
@@ -193,7 +196,7 @@ class Predictor:
         if _is_one_image(images):
             return self([cast(ImageLike, images)], k)[0]
         predictions: list[list[Prediction]] = []
-        for batch in _batches(cast(Iterable[ImageLike], images), self.batch):
+        for batch in _batches(images, self.batch):
             logits = self.logits(self.stack(batch))
             names = [_name(image, number) for number, image in enumerate(batch, len(predictions))]
             check_finite(logits, names.__getitem__)
@@ -251,7 +254,7 @@ def _name(image: ImageLike, number: int) -> str:
     return str(image) if isinstance(image, str | Path) else f"image {number}"
 
 
-def _batches(images: Iterable[ImageLike], size: int) -> Iterator[list[ImageLike]]:
-    rest = iter(images)
+def _batches(images: object, size: int) -> Iterator[list[ImageLike]]:
+    rest = iter(cast(Iterable[ImageLike], images))
     while batch := list(islice(rest, size)):
         yield batch

@@ -1,15 +1,15 @@
 """Probes of features [N, D] with labels: few-shot least squares, nearest neighbours, logistic regression.
 
-    solve(features, labels, classes).predict(others, l2=1024)           closed form
+    solve(features, labels, classes, l2=1024).predict(others)
     neighbours(features, labels, classes, others, ks=(1, 20))
     logistic(features, labels, classes, l2=1e-3).predict(others)
 
 Few-shot is the paper's measure (4.1): l2-regularised least squares onto {-1, 1}, with the constants of big_vision's
 `fewshot_lsr`. k-NN votes are weighted by cosine similarity, as in DINO (arXiv 2104.14294). The linear probe is
-multinomial logistic regression by L-BFGS. All run on the CPU, in float64 unless noted, in blocks of bounded memory.
+multinomial logistic regression by L-BFGS. All run on the CPU; least squares and logistic regression in float64.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,9 +29,33 @@ LINEAR_L2 = tuple(10.0**power for power in range(-6, 3))  # of the mean loss; ch
 ROWS = 4096  # of features at once
 
 
-def parts(count: int, size: int = ROWS) -> Iterator[slice]:
-    """Slices of at most `size` rows."""
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+@dataclass
+class LinearClassifier:
+    """A linear classifier of standardised features, in float64."""
+
+    mean: Tensor  # [D]
+    std: Tensor  # [D]
+    weights: Tensor  # [D, K]
+    bias: Tensor  # [K]
+
+    def scores(self, features: Tensor) -> Tensor:
+        """[M, K]."""
+        return standardise(features, self.mean, self.std) @ self.weights + self.bias
+
+    def predict(self, features: Tensor) -> Tensor:
+        """[M] classes."""
+        check_finite(features, "row {}".format, "features")
+        return torch.cat([self.scores(part).argmax(1) for part in features.split(ROWS)])
+
+
+def moments(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population standard deviation of each feature, the latter kept above 0."""
+    std, mean = torch.std_mean(features.double(), dim=0, correction=0)
+    return mean, std + STD_EPS
+
+
+def standardise(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    return (features.double() - mean) / std
 
 
 # Few-shot -------------------------------------------------------------------------------------------------------------
@@ -47,75 +71,25 @@ def draw_shots(labels: np.ndarray, classes: int, shots: Sequence[int], seed: int
     return {count: np.concatenate([positions[:count] for positions in members]) for count in shots}
 
 
-@dataclass
-class LeastSquares:
-    """The solution for any l2: weights = left diag(1 / (eigenvalues + l2)) right on standardised features.
+def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> LinearClassifier:
+    """Least squares onto {-1, 1}, penalised by l2 times the squared weights.
 
     Standardised features are centred, so big_vision's constant feature is orthogonal to them. Its weight is solved
     separately, so that its square, N x 10^4, does not harm the conditioning.
     """
-
-    mean: Tensor  # [D]
-    std: Tensor  # [D]
-    eigenvalues: Tensor  # [R], R the smaller of N and D
-    left: Tensor  # [D, R]
-    right: Tensor  # [R, K]
-    target_sums: Tensor  # [K], of the {-1, 1} targets
-    count: int
-
-    def scores(self, features: Tensor, l2: float = L2) -> Tensor:
-        """[M, K] in float64."""
-        bias = BIAS**2 * self.target_sums / (BIAS**2 * self.count + l2)
-        weights = self.left @ (self.right / (self.eigenvalues + l2).unsqueeze(1))
-        return standardise(features, self.mean, self.std) @ weights + bias
-
-    def predict(self, features: Tensor, l2: float = L2) -> Tensor:
-        """[M] classes."""
-        check_finite(features, "row {}".format, "features")
-        return torch.cat([self.scores(features[part], l2).argmax(1) for part in parts(len(features))])
-
-
-def solve(features: Tensor, labels: Tensor, classes: int) -> LeastSquares:
-    """Least squares onto {-1, 1} for all l2 at once, from the smaller Gram matrix: [D, D] or [N, N]."""
     _check(features, labels, classes)
     mean, std = moments(features)
-    std = std + STD_EPS
-    counts = torch.bincount(labels, minlength=classes).double()
-    sums = 2 * counts - len(labels)
-    if len(features) >= features.shape[1]:
-        gram, cross = _normal_equations(features, labels, mean, std, classes)
-        eigenvalues, vectors = torch.linalg.eigh(gram)
-        left, right = vectors, vectors.T @ cross
-    else:
-        rows = standardise(features, mean, std)
-        eigenvalues, vectors = torch.linalg.eigh(rows @ rows.T)
-        left, right = rows.T @ vectors, vectors.T @ (2 * F.one_hot(labels, classes).double() - 1)
-    return LeastSquares(mean, std, eigenvalues.clamp(min=0), left, right, sums, len(labels))
-
-
-def _normal_equations(
-    features: Tensor, labels: Tensor, mean: Tensor, std: Tensor, classes: int
-) -> tuple[Tensor, Tensor]:
-    """X'X [D, D] and X'Y [D, K]. With Y = 2 onehot - 1, X'Y is twice the sum of each class minus the total."""
     width = features.shape[1]
-    gram = torch.zeros(width, width, dtype=torch.float64)
+    gram = l2 * torch.eye(width, dtype=torch.float64)
     sums = torch.zeros(classes, width, dtype=torch.float64)
-    for part in parts(len(features)):
-        rows = standardise(features[part], mean, std)
+    for part, part_labels in zip(features.split(ROWS), labels.split(ROWS), strict=True):
+        rows = standardise(part, mean, std)
         gram.addmm_(rows.T, rows)
-        sums.index_add_(0, labels[part], rows)
-    return gram, (2 * sums - sums.sum(0)).T
-
-
-def moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population standard deviation of each feature, in float64."""
-    mean = sum((features[part].double().sum(0) for part in parts(len(features))), torch.zeros(())) / len(features)
-    squares = ((features[part].double() - mean).square().sum(0) for part in parts(len(features)))
-    return mean, (sum(squares, torch.zeros(())) / len(features)).sqrt()
-
-
-def standardise(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    return (features.double() - mean) / std
+        sums.index_add_(0, part_labels, rows)
+    cross = (2 * sums - sums.sum(0)).T  # X'Y for Y = 2 onehot - 1
+    target_sums = 2 * torch.bincount(labels, minlength=classes).double() - len(labels)
+    bias = BIAS**2 * target_sums / (BIAS**2 * len(labels) + l2)
+    return LinearClassifier(mean, std, torch.linalg.solve(gram, cross), bias)
 
 
 # Nearest neighbours ---------------------------------------------------------------------------------------------------
@@ -127,9 +101,8 @@ def neighbours(
     classes: int,
     others: Tensor,
     ks: Sequence[int] = KS,
-    temperature: float = TEMPERATURE,
 ) -> dict[int, Tensor]:
-    """Predicted classes for each k, by cosine similarity: a neighbour has exp(cosine / temperature) votes.
+    """Predicted classes for each k, by cosine similarity: a neighbour has exp(cosine / TEMPERATURE) votes.
 
     Ties go to the earlier image and to the lower class. A zero vector has cosine 0 to all others.
     """
@@ -138,19 +111,17 @@ def neighbours(
     if not ks or min(ks) < 1 or max(ks) > len(features):
         given = ", ".join(map(str, ks)) or "none"
         raise ValueError(f"k must be between 1 and the {len(features):,} training images, got {given}")
-    if temperature <= 0:
-        raise ValueError(f"temperature must be above 0, got {temperature:g}")
     bank = F.normalize(features, dim=1)
-    predicted = {k: torch.empty(len(others), dtype=torch.long) for k in ks}
-    size = max(min(2**25 // len(features), 1024), 1)  # 256 MB of float64 cosines at once
-    for part in parts(len(others), size):
-        cosines = F.normalize(others[part], dim=1) @ bank.T  # [M, N]
+    predicted: dict[int, list[Tensor]] = {k: [] for k in ks}
+    size = max(min(2**25 // len(features), 1024), 1)  # 128 MB of fp32 cosines at once
+    for queries in others.split(size):
+        cosines = F.normalize(queries, dim=1) @ bank.T  # [M, N]
         values, positions = _find_nearest(cosines, max(ks))
-        nearest, weights = labels[positions], ((values - values[:, :1]) / temperature).exp()
-        for k in ks:
+        nearest, weights = labels[positions], ((values - values[:, :1]) / TEMPERATURE).exp()
+        for k in predicted:
             votes = torch.zeros(len(nearest), classes, dtype=weights.dtype)
-            predicted[k][part] = votes.scatter_add_(1, nearest[:, :k], weights[:, :k]).argmax(1)
-    return predicted
+            predicted[k].append(votes.scatter_add_(1, nearest[:, :k], weights[:, :k]).argmax(1))
+    return {k: torch.cat(columns) for k, columns in predicted.items()}
 
 
 def _find_nearest(cosines: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -168,22 +139,10 @@ def _find_nearest(cosines: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class Logistic:
-    """A softmax classifier on standardised features."""
+class Logistic(LinearClassifier):
+    """A softmax classifier."""
 
-    mean: Tensor  # [D]
-    std: Tensor  # [D]
-    weights: Tensor  # [D, K]
-    bias: Tensor  # [K]
-    loss: float  # final value of the objective
     converged: bool
-
-    def scores(self, features: Tensor) -> Tensor:
-        return standardise(features, self.mean, self.std) @ self.weights + self.bias
-
-    def predict(self, features: Tensor) -> Tensor:
-        check_finite(features, "row {}".format, "features")
-        return torch.cat([self.scores(features[part]).argmax(1) for part in parts(len(features))])
 
 
 def logistic(
@@ -205,7 +164,6 @@ def logistic(
     if l2 < 0:
         raise ValueError(f"l2 must be at least 0, got {l2:g}")
     mean, std = moments(features)
-    std = std + STD_EPS
     weights = start.weights.clone() if start else torch.zeros(features.shape[1], classes, dtype=torch.float64)
     bias = start.bias.clone() if start else torch.zeros(classes, dtype=torch.float64)
     rows = standardise(features, mean, std)
@@ -215,14 +173,13 @@ def logistic(
         weights.grad += l2 * weights
         return loss + l2 / 2 * weights.square().sum()
 
-    loss, gradient = _minimise(objective, (weights, bias), steps, tolerance)
-    return Logistic(mean, std, weights.detach(), bias.detach(), loss, gradient <= 2 * tolerance)
+    _minimise(objective, (weights, bias), steps, tolerance)
+    objective()  # sets the gradients of the last step
+    gradient = max(float(parameter.grad.abs().max()) for parameter in (weights, bias) if parameter.grad is not None)
+    return Logistic(mean, std, weights.detach(), bias.detach(), gradient <= 2 * tolerance)
 
 
-def _minimise(
-    objective: Callable[[], Tensor], parameters: Sequence[Tensor], steps: int, tolerance: float
-) -> tuple[float, float]:
-    """The final objective and the largest absolute gradient; `objective()` must set the gradients."""
+def _minimise(objective: Callable[[], Tensor], parameters: Sequence[Tensor], steps: int, tolerance: float) -> None:
     optimiser = torch.optim.LBFGS(
         parameters,
         max_iter=steps,
@@ -233,20 +190,18 @@ def _minimise(
         line_search_fn="strong_wolfe",
     )
     optimiser.step(objective)  # pyright: ignore[reportArgumentType]
-    loss = float(objective())
-    return loss, max(float(parameter.grad.abs().max()) for parameter in parameters if parameter.grad is not None)
 
 
 def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The mean loss and its gradients, in blocks: never a full [N, K] matrix."""
     loss = torch.zeros((), dtype=torch.float64)
     weights_grad, bias_grad = torch.zeros_like(weights), torch.zeros_like(bias)
-    for part in parts(len(rows)):
-        log_probability = F.log_softmax(torch.addmm(bias, rows[part], weights), 1)
-        loss += F.nll_loss(log_probability, labels[part], reduction="sum")
+    for part, part_labels in zip(rows.split(ROWS), labels.split(ROWS), strict=True):
+        log_probability = F.log_softmax(torch.addmm(bias, part, weights), 1)
+        loss += F.nll_loss(log_probability, part_labels, reduction="sum")
         error = log_probability.exp_()
-        error[torch.arange(len(error)), labels[part]] -= 1
-        weights_grad.addmm_(rows[part].T, error)
+        error[torch.arange(len(error)), part_labels] -= 1
+        weights_grad.addmm_(part.T, error)
         bias_grad += error.sum(0)
     return loss / len(rows), weights_grad / len(rows), bias_grad / len(rows)
 
@@ -254,10 +209,12 @@ def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) 
 def search_logistic(
     features: Tensor, labels: Tensor, classes: int, l2s: Sequence[float] = LINEAR_L2
 ) -> tuple[Logistic, float, dict[float, float]]:
-    """Returns the probe on all images, its l2, and the held-out accuracy of each l2.
+    """Returns the probe on all images, its l2, and the held-out accuracy of each l2; a single l2 is not evaluated.
 
     Each fit starts from the fit of the next larger l2. `choose_best` decides between equals.
     """
+    if len(l2s) == 1:
+        return logistic(features, labels, classes, l2s[0]), l2s[0], {}
     fitted, held_out = _hold_out(labels.numpy(), classes)
     tried: dict[float, float] = {}
     fits: dict[float, Logistic] = {}
@@ -271,11 +228,11 @@ def search_logistic(
 
 def _hold_out(labels: np.ndarray, classes: int) -> tuple[Tensor, Tensor]:
     """Positions of the rest and of the held-out fifth of each class, at least one image of a class with two."""
-    generator, parts_of_classes = np.random.default_rng(0), []
+    generator, held_out = np.random.default_rng(0), []
     for label in range(classes):
         members = generator.permutation(np.flatnonzero(labels == label))
-        parts_of_classes.append(members[: max(min(max(round(0.2 * len(members)), 1), len(members) - 1), 0)])
-    chosen = np.sort(np.concatenate(parts_of_classes))
+        held_out.append(members[: min(max(round(0.2 * len(members)), 1), max(len(members) - 1, 0))])
+    chosen = np.sort(np.concatenate(held_out))
     if not len(chosen):
         raise ValueError("no class has two training images, so --linear-l2 cannot be chosen: give a single value")
     return torch.from_numpy(np.setdiff1d(np.arange(len(labels)), chosen)), torch.from_numpy(chosen)

@@ -32,6 +32,7 @@ from plainvit.data.splits import hold_out
 from plainvit.evaluate import probe
 from plainvit.evaluate.features import Features, extract
 from plainvit.evaluate.grid import warn_at_edge
+from plainvit.evaluate.labels import check_labels
 from plainvit.evaluate.predictor import Predictor
 
 log = logging.getLogger("plainvit")
@@ -48,7 +49,6 @@ class Settings(Checked):
     seeds: int = probe.SEEDS
     l2: float = probe.L2
     k: tuple[int, ...] = ()  # neighbours; (): those of probe.KS up to the number of training images
-    temperature: float = probe.TEMPERATURE
     linear_l2: tuple[float, ...] = probe.LINEAR_L2
     per_class: int = 0  # largest number of training images per class; 0: all
 
@@ -57,8 +57,8 @@ class Settings(Checked):
         for name in ("methods", "shots", "linear_l2"):
             if not getattr(self, name):
                 raise ValueError(f"--{name.replace('_', '-')} is empty: give at least one value")
-        if self.l2 <= 0 or self.temperature <= 0 or min(self.linear_l2) < 0:
-            raise ValueError("--l2 and --temperature must be above 0, --linear-l2 at least 0")
+        if self.l2 <= 0 or min(self.linear_l2) < 0:
+            raise ValueError("--l2 must be above 0, --linear-l2 at least 0")
 
 
 @dataclass
@@ -109,8 +109,8 @@ def few_shot(pair: Pair, settings: Settings) -> dict[str, Any]:
     for seed in range(settings.seeds):
         for shots, positions in probe.draw_shots(labels, pair.classes, settings.shots, seed).items():
             support = torch.from_numpy(positions)
-            solved = probe.solve(pair.train.features[support], pair.train.labels[support], pair.classes)
-            top1s[shots].append(accuracy(solved.predict(pair.test.features, settings.l2), pair.test.labels))
+            fitted = probe.solve(pair.train.features[support], pair.train.labels[support], pair.classes, settings.l2)
+            top1s[shots].append(accuracy(fitted.predict(pair.test.features), pair.test.labels))
     counts = np.bincount(labels, minlength=pair.classes)
     return {
         str(shots): {
@@ -126,26 +126,20 @@ def few_shot(pair: Pair, settings: Settings) -> dict[str, Any]:
 
 
 def _run_knn(pair: Pair, settings: Settings) -> dict[str, Any]:
-    count = len(pair.train.features)
-    ks = settings.k or tuple(k for k in probe.KS if k <= count)
     train, test = pair.train, pair.test
-    predicted = probe.neighbours(train.features, train.labels, pair.classes, test.features, ks, settings.temperature)
+    ks = settings.k or tuple(k for k in probe.KS if k <= len(train.features))
+    predicted = probe.neighbours(train.features, train.labels, pair.classes, test.features, ks)
     return {str(k): accuracy(classes, test.labels) for k, classes in predicted.items()}
 
 
 def _run_linear(pair: Pair, settings: Settings) -> dict[str, Any]:
     features, labels = pair.train.features, pair.train.labels
-    if len(settings.linear_l2) == 1:
-        l2, tried, edge = settings.linear_l2[0], {}, False
-        fitted = probe.logistic(features, labels, pair.classes, l2)
-    else:
-        fitted, l2, tried = probe.search_logistic(features, labels, pair.classes, settings.linear_l2)
-        wider = l2 * 100 if l2 == max(tried) else l2 / 100
-        edge = warn_at_edge(l2, tried, "linear probe: l2", f"extend --linear-l2 to {wider:g}")
+    fitted, l2, tried = probe.search_logistic(features, labels, pair.classes, settings.linear_l2)
+    wider = l2 * 100 if l2 == max(settings.linear_l2) else l2 / 100
+    warn_at_edge(l2, settings.linear_l2, "linear probe: l2", f"extend --linear-l2 to {wider:g}")
     return {
         "top1": accuracy(fitted.predict(pair.test.features), pair.test.labels),
         "l2": l2,
-        "at_edge": edge,
         "converged": fitted.converged,
         "held_out": {repr(l2): value for l2, value in sorted(tried.items())},
     }
@@ -171,9 +165,8 @@ def open_pair(spec: str, split: str, data_root: str | Path | None, settings: Set
     if train.classes != test.classes:
         counts = f"{len(test.classes)} and {len(train.classes)}"
         raise DataError(f"the {split} split of {spec} has other classes than its train split ({counts})")
-    for source in (train, test):
-        if source.labels.min() < 0:
-            raise DataError(f"{spec} has images without a label in its {source.split} split")
+    check_labels(train)
+    check_labels(test)
     untrained = np.setdiff1d(test.labels, train.labels)
     if len(untrained):
         name = train.classes[untrained[0]]
@@ -223,24 +216,22 @@ def table(cards: list[dict[str, Any]]) -> Group:
     shown.add_column("top-1, %", style="cyan", no_wrap=True)
     for card in cards:
         shown.add_column(Text(Path(card["data"]).name), justify="right", overflow="fold")
-    columns = [_list_cells(card) for card in cards]
+    columns = [_list_cells(card["results"]) for card in cards]
     for title in dict.fromkeys(title for column in columns for title in column):
         shown.add_row(title, *(column.get(title, "-") for column in columns))
-    notes = [f"few-shot: least squares, l2 {settings['l2']:g}, mean ± sd of {settings['seeds']} seeds"]
     heading = f"{first['model']}: {first['width']} features at {first['image_size'][0]} px; {names}\n"
-    return Group(Text(heading), shown, *(Text(note, style="dim") for note in notes if "fewshot" in first["results"]))
+    note = f"few-shot: least squares, l2 {settings['l2']:g}, mean ± sd of {settings['seeds']} seeds"
+    return Group(Text(heading), shown, *([Text(note, style="dim")] if "fewshot" in first["results"] else []))
 
 
-def _list_cells(card: Mapping[str, Any]) -> dict[str, str]:
+def _list_cells(results: Mapping[str, Any]) -> dict[str, str]:
     """The results of one dataset by their titles."""
     cells: dict[str, str] = {}
-    for shots, result in card["results"].get("fewshot", {}).items():
-        cells[f"{shots} per class"] = f"{100 * result['top1']:.2f} ± {100 * result['sd']:.2f}"
-        if result["classes_with_fewer"]:
-            cells[f"  classes with fewer than {shots}"] = str(result["classes_with_fewer"])
-    cells |= {f"k-NN, k = {k}": f"{100 * top1:.2f}" for k, top1 in card["results"].get("knn", {}).items()}
-    if linear := card["results"].get("linear"):
-        remarks = {"at the edge of --linear-l2": linear["at_edge"], "not converged": not linear["converged"]}
-        remark = ", ".join([f"l2 {linear['l2']:g}", *(words for words, holds in remarks.items() if holds)])
-        cells["linear"] = f"{100 * linear['top1']:.2f} ({remark})"
+    for shots, result in results.get("fewshot", {}).items():
+        few = f" ({result['classes_with_fewer']} classes have fewer)" if result["classes_with_fewer"] else ""
+        cells[f"{shots} per class"] = f"{100 * result['top1']:.2f} ± {100 * result['sd']:.2f}{few}"
+    cells |= {f"k-NN, k = {k}": f"{100 * top1:.2f}" for k, top1 in results.get("knn", {}).items()}
+    if linear := results.get("linear"):
+        remark = "" if linear["converged"] else ", not converged"
+        cells["linear"] = f"{100 * linear['top1']:.2f} (l2 {linear['l2']:g}{remark})"
     return cells

@@ -11,8 +11,7 @@ import math
 import os.path
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,26 +20,16 @@ from plainvit.evaluate import statistics
 METRICS = ("top1", "top5", "nll")
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A run with its settings, named as the flags are, and its metrics."""
 
     name: str
     settings: Mapping[str, Any]
-    metrics: Mapping[str, float]
-
-    @property
-    def seed(self) -> Any:
-        return self.settings.get("seed", 0)
-
-    @property
-    def kind(self) -> str:
-        """All settings but the seed, as JSON."""
-        return json.dumps({key: value for key, value in self.settings.items() if key != "seed"}, sort_keys=True)
+    metrics: Mapping[str, float | None]
 
     def metric(self, name: str) -> float:
         value = self.metrics.get(name)
-        return float(value) if isinstance(value, int | float) else math.nan
+        return math.nan if value is None else value
 
 
 def groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -48,16 +37,15 @@ def groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
     Of two runs with the same seed the first counts.
     """
-    by_kind: dict[str, dict[Any, Run]] = {}
+    by_settings: dict[str, dict[Any, Run]] = {}  # settings without the seed -> seed -> run
     for run in runs:
-        by_kind.setdefault(run.kind, {}).setdefault(run.seed, run)
-    if all(len(group) < 2 for group in by_kind.values()):
+        settings = {key: value for key, value in run.settings.items() if key != "seed"}
+        group = by_settings.setdefault(json.dumps(settings, sort_keys=True), {})
+        group.setdefault(run.settings.get("seed", 0), run)
+    if all(len(group) < 2 for group in by_settings.values()):
         return []
-    first, *others = by_kind.values()
-    rows = [_summarise(group) for group in by_kind.values()]
-    for row, group in zip(rows[1:], others, strict=True):
-        row["difference"] = difference(first, group)
-    return rows
+    first, *others = by_settings.values()
+    return [_summarise(first), *(_summarise(group) | {"difference": difference(first, group)} for group in others)]
 
 
 def _summarise(group: Mapping[Any, Run]) -> dict[str, Any]:

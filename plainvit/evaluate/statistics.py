@@ -11,11 +11,13 @@ The tests compare them with SciPy and with resampled images.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 DRAWS = 10_000  # of the bootstrap
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 FEW = 9  # up to so many classes top-5 is nearly always right and not reported
 
 
@@ -36,19 +38,17 @@ def describe_accuracy(right: int, images: int, majority_accuracy: float | None =
         return [summary]
     lines = [f"{summary}; always predicting the most frequent class: {100 * majority_accuracy:.3g} %"]
     if low <= majority_accuracy:
-        lines.append(
-            f"this is no better than always predicting the most frequent class, as far as {images:,} images can tell"
-        )
+        lines.append(f"this is not significantly better than always predicting that class, for {images:,} images")
     return lines
 
 
 def describe_confidence(confidence: float, right: int, images: int) -> str:
-    """Compares mean confidence with accuracy, and says which is significantly larger."""
+    """Compares mean confidence with accuracy, and says whether one is significantly larger."""
     low, high = wilson(right, images)
-    words = f"on average it says {100 * confidence:.0f} % and is right in {100 * right / images:.0f} %"
+    words = f"mean confidence {100 * confidence:.0f} %, accuracy {100 * right / images:.0f} %"
     if low <= confidence <= high:
-        return f"{words}: no further apart than chance allows with {images:,} images"
-    return f"{words}: {'too sure' if confidence > high else 'less sure than it could be'}"
+        return f"{words}: no significant difference for {images:,} images"
+    return f"{words}: {'overconfident' if confidence > high else 'underconfident'}"
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
@@ -79,28 +79,28 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
 def student_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % interval of a mean of few values, by Student's t."""
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    half = t_quantile(len(values) - 1) * error
+    half = student_quantile(len(values) - 1) * error
     return mean - half, mean + half
 
 
-def t_quantile(freedom: int) -> float:
-    """97.5 % quantile of Student's t, by bisection."""
-    low, high = 0.0, 13.0  # 12.7 at one degree of freedom, its largest value
-    while high - low > 1e-12:
+def student_tail(t: Any, freedom: Any) -> Any:
+    """P(T > t) of Student's t, for arrays too: t = sqrt(freedom) tan(angle) makes the density a power of the cosine."""
+    t, freedom = np.asarray(t, float), np.asarray(freedom, float)
+    angle = np.arctan(np.abs(t) / np.sqrt(freedom))
+    places = angle[..., None] * (NODES + 1) / 2
+    area = (np.cos(places) ** (freedom[..., None] - 1)) @ WEIGHTS * angle / 2
+    log_scale = [math.lgamma((one + 1) / 2) - math.lgamma(one / 2) for one in freedom.ravel()]
+    within = area * np.exp(np.reshape(log_scale, freedom.shape)) / math.sqrt(math.pi)
+    return np.clip(0.5 - np.sign(t) * within, 0.0, 1.0)[()]  # a number for numbers
+
+
+def student_quantile(freedom: float, tail: float = 0.025) -> float:
+    """The t with P(T > t) = tail, by bisection."""
+    low, high = 0.0, 1e3
+    while high - low > 1e-10 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if t_within(middle, freedom) < 0.95 else (low, middle)
+        low, high = (middle, high) if student_tail(middle, freedom) > tail else (low, middle)
     return low
-
-
-def t_within(t: float, freedom: int) -> float:
-    """Probability of Student's t between -t and t (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    term, total = (math.cos(angle), 0.0) if odd else (1.0, 0.0)
-    for k in range(odd + 2, freedom + 1, 2):
-        total += term
-        term *= math.cos(angle) ** 2 * (k - 1) / k
-    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
 
 
 def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:

@@ -16,13 +16,13 @@ IMAGES = {
     "flowers102": 1_020,
     "digits": 1_437,
 }
-VTAB_IMAGES = 800  # of each VTAB-1k task
+TASK_IMAGES = {"vtab": 800, "vtab1000": 1_000}  # of each VTAB-1k task, with and without a validation split
 CLASSES = {"jft": 18_291, "digits": 10} | {name: known.classes for name, known in SETS.items()}
 
 
 def count_training_images(config: Config) -> int | None:
     """Images that a run on a known dataset trains on, without the held-out ones; None for other data."""
-    images = VTAB_IMAGES if config.data.startswith("vtab/") else IMAGES.get(config.data)
+    images = IMAGES.get(config.data) or TASK_IMAGES.get(config.data.partition("/")[0])
     if images is None:
         return None
     splits = SETS[config.data].splits if config.data in SETS else ()

@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from plainvit.evaluate.statistics import student_quantile, student_tail
+
 Outcome = Literal["supported", "contradicted", "inconclusive"]
 LEVEL = 0.05
 FEWEST = 3  # runs of an arm needed for a decision
 RESAMPLES = 4000
-NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 @dataclass(frozen=True)
@@ -67,26 +68,6 @@ def contrast(samples: Sequence[tuple[float, Any]]) -> Estimate:
 def welch(first: Sequence[float], second: Sequence[float]) -> Estimate:
     """mean(second) - mean(first)."""
     return contrast([(1.0, second), (-1.0, first)])
-
-
-def student_tail(t: Any, freedom: Any) -> Any:
-    """P(T > t) of Student's t, for arrays too: t = sqrt(freedom) tan(angle) makes the density a power of the cosine."""
-    t, freedom = np.asarray(t, float), np.asarray(freedom, float)
-    angle = np.arctan(np.abs(t) / np.sqrt(freedom))
-    places = angle[..., None] * (NODES + 1) / 2
-    area = (np.cos(places) ** (freedom[..., None] - 1)) @ WEIGHTS * angle / 2
-    log_scale = [math.lgamma((one + 1) / 2) - math.lgamma(one / 2) for one in freedom.ravel()]
-    within = area * np.exp(np.reshape(log_scale, freedom.shape)) / math.sqrt(math.pi)
-    return np.clip(0.5 - np.sign(t) * within, 0.0, 1.0)[()]  # a number for numbers
-
-
-def student_quantile(freedom: float, tail: float = LEVEL / 2) -> float:
-    """The t with P(T > t) = tail, by bisection."""
-    low, high = 0.0, 1e3
-    while high - low > 1e-10 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_tail(middle, freedom) > tail else (low, middle)
-    return low
 
 
 # Parts of a claim -----------------------------------------------------------------------------------------------------
