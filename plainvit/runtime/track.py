@@ -10,13 +10,13 @@ from plainvit.config import Config, to_json
 
 def tracker(names: tuple[str, ...], folder: Path, config: Config) -> Callable[[dict[str, Any]], None]:
     """A function that sends a line of metrics to each of the named trackers."""
-    loggers = [{"tensorboard": open_tensorboard, "wandb": open_wandb}[name](folder, config) for name in names]
+    log_functions = [{"tensorboard": open_tensorboard, "wandb": open_wandb}[name](folder, config) for name in names]
 
     def send(line: dict[str, Any]) -> None:
         kind, metrics = ("val", line["val"]) if "val" in line else ("train", line)
-        values = {f"{kind}/{name}": value for name, value in metrics.items() if isinstance(value, int | float)}
-        for log in loggers:
-            log(line["step"], {name: value for name, value in values.items() if name != "train/step"})
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
+        for log in log_functions:
+            log(line["step"], {f"{kind}/{name}": value for name, value in numbers.items()})
 
     return send
 
