@@ -32,7 +32,7 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     totals = int((~result.right).sum()), len(result.right)  # errors, images
     sections += [
         _calibration_section(result, folder),
-        predictions_section(errors, folder, "Most confident errors", totals),
+        predictions_section(errors, "Most confident errors", totals),
         _command_section(card),
         _settings_section(card),
     ]

@@ -10,19 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from plainvit.analyse.curves import Table, read_metrics, tabulate
+from plainvit.analyse.curves import Table, tabulate
 from plainvit.analyse.figures import number, printable
 from plainvit.analyse.page import SPLIT
 from plainvit.disk import read_json
+from plainvit.runtime.folder import metrics
 
-FILES = {
-    "config.json": "the settings",
-    "data.json": "the names of the classes and the number of images",
-    "metrics.jsonl": "the learning curves",
-    "results.json": "the evaluation of the final weights",
-    "environment.json": "the machine, the versions and the command",
-    "status.json": "how the run ended",
-}
+FILES = ("config.json", "data.json", "metrics.jsonl", "results.json", "environment.json", "status.json")
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,7 @@ class Run:
     environment: dict[str, Any]
     status: dict[str, Any]
     curves: Table
-    problems: tuple[tuple[str, str], ...]  # (file, reason) of missing or unreadable files
+    problems: list[str]  # files that are missing or cannot be read
 
     @property
     def split(self) -> str:
@@ -74,14 +68,14 @@ def as_dict(value: object) -> dict[str, Any]:
 def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: expected a run folder, such as runs/NAME")
-    values: dict[str, Any] = {name.partition(".")[0]: {} for name in FILES} | {"metrics": tabulate([])}
-    problems: list[tuple[str, str]] = []
-    for name, meaning in FILES.items():
-        read = read_metrics if name == "metrics.jsonl" else read_json
+    values: dict[str, Any] = {}
+    problems = [f"{name} is missing" for name in FILES if not (folder / name).is_file()]
+    for name in FILES:
+        is_metrics = name == "metrics.jsonl"
+        key = "curves" if is_metrics else name.removesuffix(".json")
         try:
-            values[name.partition(".")[0]] = read(folder / name)
-            if not (folder / name).is_file():
-                problems.append((name, meaning))
+            values[key] = tabulate(metrics(folder)) if is_metrics else read_json(folder / name)
         except (OSError, ValueError) as error:
-            problems.append((name, f"{meaning}; cannot be read: {error}"))
-    return Run(folder=folder, curves=values.pop("metrics"), problems=tuple(problems), **values)
+            values[key] = tabulate([]) if is_metrics else {}
+            problems.append(f"{name} cannot be read: {error}")
+    return Run(folder=folder, problems=problems, **values)
