@@ -1,7 +1,6 @@
 """Images with their predictions: contact sheets (PNG) and the predictions section of a report.
 
 plainvit predict runs/photos photos/ --sheet sheet.png           contact_sheet(source, index, rows)
-plainvit data info photos/ --sheet sheet.png                     class_sheet(source)
 """
 
 import math
@@ -105,7 +104,8 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
         smoothing = "nearest" if max(height, width) <= 64 else "antialiased"
         axes.imshow(cell.image, extent=(x, x + w, y + h, y), interpolation=smoothing, aspect="auto")
     below: dict[str, Any] = {"va": "top", "parse_math": False, "clip_on": False}
-    axes.text(left, top + SIDE + 0.07, shorten(cell.label, 15), fontsize=6.5, color=COLOURS["ink"], **below)
+    label = shorten(cell.label, 22 if math.isnan(cell.probability) else 15)
+    axes.text(left, top + SIDE + 0.07, label, fontsize=6.5, color=COLOURS["ink"], **below)
     axes.text(left, top + SIDE + 0.19, shorten(cell.detail, 26, 10), fontsize=4.5, color=COLOURS["muted"], **below)
     if math.isnan(cell.probability):
         return

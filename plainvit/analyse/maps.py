@@ -26,7 +26,8 @@ def analyse_maps(subject: Subject) -> Findings:
     predictions = subject.describe_predictions(SHOWN)
     captions = [f"{name}: {text}" if text else name for name, text in zip(names, predictions, strict=True)]
     tiles = _make_tiles(images.permute(0, 2, 3, 1).numpy(), {name: one.float().numpy() for name, one in maps.items()})
-    cells = [Cell(tile, name, captions[row]) for row in range(len(names)) for name, tile in tiles[row].items()]
+    rows = zip(tiles, predictions, strict=True)
+    cells = [Cell(tile, name, prediction) for row, prediction in rows for name, tile in row.items()]
     yield Finding(
         "attention-maps",
         "Attention maps",
