@@ -14,11 +14,13 @@ import tiny
 import torch
 from pictures import plant, plant_classes, png
 from PIL import Image
+from small_runs import fail as fail_with
 from small_runs import without_figures
 from tiny import filled, hybrid, vit
 
 import plainvit
 from plainvit.analyse.analysis import analyse_model, display_name, run_analyses
+from plainvit.analyse.attention import NotApplicableError
 from plainvit.analyse.explorer import explorer_section
 from plainvit.analyse.findings import analyse_filters
 from plainvit.analyse.subject import Subject, gather, open_images
@@ -238,13 +240,19 @@ def test_open_images_accepts_folders_globs_and_datasets(tmp_path: Path) -> None:
         open_images("tiny-imagenet", "", "")
 
 
-def test_an_analysis_that_raises_keeps_its_earlier_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_analysis_that_does_not_apply_keeps_its_earlier_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     def analyse(subject: Subject) -> Any:
         yield from analyse_filters(subject)
-        raise ValueError("no more of it")
+        raise NotApplicableError("no more of it")
 
     monkeypatch.setattr("plainvit.analyse.analysis.ANALYSES", {"halves": analyse})
     assert run_all(make_subject(vit())) == ({"filters"}, ["Omitted: halves (no more of it)."])
+
+
+def test_an_unexpected_error_is_not_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plainvit.analyse.analysis.ANALYSES", {"broken": fail_with(ValueError("shapes differ"))})
+    with pytest.raises(ValueError, match="shapes differ"):
+        run_all(make_subject(vit()))
 
 
 # Rollout -------------------------------------------------------------------------------------------------------------

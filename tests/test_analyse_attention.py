@@ -159,8 +159,6 @@ def test_axial_layers_attend_along_one_axis() -> None:
     assert attention_distance(model, images_for(model)).shape == (len(model.blocks), model.config.heads)
     with pytest.raises(ValueError, match="axial"):
         rollout(model, images_for(model))
-    with pytest.raises(ValueError, match="layer -1"):
-        patch_distances(model, -1)
 
 
 def test_a_resnet_has_no_attention() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Unpack
 
 from plainvit.analyse import findings, page
+from plainvit.analyse.attention import NotApplicableError
 from plainvit.analyse.explorer import explorer_section
 from plainvit.analyse.figures import save
 from plainvit.analyse.maps import analyse_maps
@@ -81,7 +82,7 @@ def run_analyses(subject: Subject, display: Display) -> list[Finding]:
     for number, (name, analyse) in enumerate(ANALYSES.items(), 1):
         try:
             results.extend(analyse(subject))
-        except ValueError as error:
+        except NotApplicableError as error:
             omitted.setdefault(str(error), []).append(name)
         display.advance(number, name)
     subject.notes += [f"Omitted: {', '.join(names)} ({reason})." for reason, names in omitted.items()]

@@ -3,7 +3,7 @@
 subject = gather(Predictor("runs/photos"), "photos/", split="", data_root="", count=128)
 next(analyse_filters(subject)).figure            one of the analyses in findings.py and maps.py
 
-An analysis that does not apply to a model raises a ValueError with the reason, which the report shows.
+An analysis that does not apply to a model raises NotApplicableError with the reason, which the report shows.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Send metrics to TensorBoard and Weights & Biases, where they are installed."""
 
-import re
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def open_wandb(folder: Path, config: Config) -> Callable[[int, dict[str, float]]
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError("--track wandb needs Weights & Biases: pip install 'wandb>=0.19'") from error
-    key = re.sub(r"[^\w.-]", "-", folder.name)  # an id allows no colon and the like
+    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]  # folders of one name are different runs
     options = {"project": "plainvit", "name": folder.name, "id": key, "resume": "allow", "dir": str(folder)}
     run = wandb.init(**options, config=to_json(config))
     return lambda step, values: run.log(values, step=step)
