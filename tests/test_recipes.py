@@ -65,6 +65,7 @@ PLAIN_IMAGES = {"augment.mixup": 0, "augment.cutmix": 0, "augment.smoothing": 0,
 CENTRE = {"augment.crop": "inception-tf", "augment.flip": 0.5, "preprocess.resize": "crop", "preprocess.crop": 0.875}
 START = {"model": None, "init": "", "batch": 512, "epochs": 0, "holdout": 0, "augment.flip": 0.5}
 TRANSFER = START | {"head": "zero", "preprocess.resize": "squash"}
+HIGH_RATES, LOW_RATES = (0.003, 0.01, 0.03, 0.06), (0.001, 0.003, 0.01, 0.03)
 SGD = {"optim.name": "sgd", "optim.momentum": 0.9, "optim.weight_decay": 0}
 DEIT = TIMM | {"model.norm_eps": 1e-6, "augment.mixup": 0.8, "augment.cutmix": 1, "augment.repeats": 3}
 TABLES = {
@@ -102,16 +103,41 @@ TABLES = {
     ),
     "ViT, Table 4": Table(
         TRANSFER | SGD | {"augment.crop": "random", "optim.schedule": "cosine", "optim.clip": 1, "loss": "softmax"},
-        ("data", "steps", "optim.grid", "search_holdout", "optim.warmup", "optim.lr", "image_size", "ema", "expected"),
+        (
+            *("data", "steps", "optim.grid", "search_holdout", "optim.warmup", "optim.lr"),
+            *("image_size", "resized", "ema", "expected"),
+        ),
         {
-            "ft-imagenet": ("imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 0.01, 500, 0.03, 384, 0, "85.15"),
-            "ft-imagenet-512": ("imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 0.01, 500, 0.03, 512, 0.9999, "87.76"),
-            "ft-imagenet-518": ("imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 0.01, 500, 0.03, 518, 0.9999, "88.55"),
-            "ft-cifar10": ("cifar10", 10_000, (0.001, 0.003, 0.01, 0.03), 0.02, 500, 0.01, 384, 0, "98.95"),
-            "ft-cifar100": ("cifar100", 10_000, (0.001, 0.003, 0.01, 0.03), 0.02, 500, 0.01, 384, 0, "91.67"),
-            "ft-pets": ("oxford-pets", 500, (0.001, 0.003, 0.01, 0.03), 0.1, 100, 0.01, 384, 0, "94.43"),
-            "ft-flowers": ("flowers102", 500, (0.001, 0.003, 0.01, 0.03), 0.1, 100, 0.01, 384, 0, "99.38"),
-            "ft-vtab": ("", 2_500, (0.01,), 0.0, 200, 0.01, 384, 0, "72.72"),
+            "ft-imagenet": ("imagenet", 20_000, HIGH_RATES, 0.01, 500, 0.03, 384, 448, 0, "85.15"),
+            "ft-imagenet-512": (
+                "imagenet",
+                20_000,
+                (0.003, 0.01, 0.03, 0.06),
+                0.01,
+                500,
+                0.03,
+                512,
+                597,
+                0.9999,
+                "87.76",
+            ),
+            "ft-imagenet-518": (
+                "imagenet",
+                20_000,
+                (0.003, 0.01, 0.03, 0.06),
+                0.01,
+                500,
+                0.03,
+                518,
+                604,
+                0.9999,
+                "88.55",
+            ),
+            "ft-cifar10": ("cifar10", 10_000, LOW_RATES, 0.02, 500, 0.01, 384, 448, 0, "98.95"),
+            "ft-cifar100": ("cifar100", 10_000, LOW_RATES, 0.02, 500, 0.01, 384, 448, 0, "91.67"),
+            "ft-pets": ("oxford-pets", 500, LOW_RATES, 0.1, 100, 0.01, 384, 448, 0, "94.43"),
+            "ft-flowers": ("flowers102", 500, LOW_RATES, 0.1, 100, 0.01, 384, 448, 0, "99.38"),
+            "ft-vtab": ("", 2_500, (0.01,), 0.0, 200, 0.01, 384, 448, 0, "72.72"),
         },
     ),
     "BiT": Table(
@@ -238,12 +264,6 @@ def test_what_pretraining_takes_from_the_released_code(name: str) -> None:
         hidden = config.model.width if is_small or not is_augreg else 0
         assert (config.model.representation, config.model.pool, config.model.posemb) == (hidden, "token", "1d")
         assert config.model.stochastic_depth == (config.model.dropout if is_augreg else 0)
-
-
-@pytest.mark.parametrize(("size", "resized"), [(384, 448), (512, 597), (518, 604)])
-def test_fine_tuning_crops_from_a_larger_square(size: int, resized: int) -> None:
-    name = "ft-imagenet" if size == 384 else f"ft-imagenet-{size}"
-    assert recipe(name).augment.resized_side(size) == resized
 
 
 @pytest.mark.parametrize(
@@ -399,36 +419,27 @@ def test_the_file_of_a_recipe_is_run_once(mine: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "part"),
+    ("text", "function", "part"),
     [
-        (":shot", "nearest: short"),
-        (":LENGTH", "'LENGTH'"),
-        ("", ":FUNCTION"),
-        (":", ":FUNCTION"),
-        (":raising", "RuntimeError: two lines"),
-        (":longer", "TypeError: longer() missing"),
-        (":wrong", "dict"),
+        (MINE, ":shot", "nearest: short"),
+        (MINE, ":LENGTH", "'LENGTH'"),
+        (MINE, "", ":FUNCTION"),
+        (MINE, ":", ":FUNCTION"),
+        (MINE, ":raising", "RuntimeError: two lines"),
+        (MINE, ":longer", "TypeError: longer() missing"),
+        (MINE, ":wrong", "dict"),
+        (None, ":short", "does not exist"),
+        ("def short(:\n", ":short", "SyntaxError"),
+        ("import no_such_module\n", ":short", "'no_such_module'"),
+        ("1 / 0\n", ":short", "ZeroDivisionError"),
+        ("", ":short", "'short'"),
     ],
 )
-def test_a_function_that_is_not_a_recipe(mine: Path, function: str, part: str) -> None:
-    assert part in error_of(f"{mine}{function}")
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        (None, "does not exist"),
-        ("def short(:\n", "SyntaxError"),
-        ("import no_such_module\n", "'no_such_module'"),
-        ("1 / 0\n", "ZeroDivisionError"),
-        ("", "'short'"),
-    ],
-)
-def test_files_that_cannot_be_loaded(text: str | None, part: str, tmp_path: Path) -> None:
+def test_files_and_functions_that_are_no_recipes(text: str | None, function: str, part: str, tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     if text is not None:
         file.write_text(text)
-    assert part in error_of(f"{file}:short")
+    assert part in error_of(f"{file}{function}")
 
 
 def test_only_files_that_are_named_are_run(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,17 +455,13 @@ def test_only_files_that_are_named_are_run(mine: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("side", "patch", "size"), [(8, 1, 8), (28, 4, 28), (32, 4, 32), (47, 6, 48), (64, 8, 64), (96, 12, 96)]
+    ("images", "side", "patch", "size", "epochs"),
+    [(5_000, 8, 1, 8, 20), (10, 28, 4, 28, 100), (1_000_000, 47, 6, 48, 5), (5_000, 96, 12, 96, 20)],
 )
-def test_small_takes_its_sizes_from_the_data(side: int, patch: int, size: int) -> None:
-    config = recipe("small", DataSummary(images=5_000, classes=3, side=side))
+def test_small_follows_the_images(images: int, side: int, patch: int, size: int, epochs: int) -> None:
+    config = recipe("small", DataSummary(images=images, classes=3, side=side))
     assert isinstance(config.model, ViTConfig)
-    assert (config.model.patch, config.model.image_size) == ((patch, patch), (size, size))
-
-
-@pytest.mark.parametrize(("images", "epochs"), [(10, 100), (5_000, 20), (1_000_000, 5)])
-def test_small_trains_longer_on_fewer_images(images: int, epochs: int) -> None:
-    assert recipe("small", DataSummary(images=images, classes=3, side=28)).epochs == epochs
+    assert (config.model.patch, config.model.image_size, config.epochs) == ((patch, patch), (size, size), epochs)
 
 
 @pytest.mark.parametrize("colour", [False, True])
