@@ -136,7 +136,7 @@ def predictions_section(
     errors = [sample for sample in samples if not sample.is_correct]
     errors.sort(key=lambda sample: float(np.nan_to_num(-number(sample.probability), nan=1.0)))
     correct = [sample for sample in samples if sample.is_correct]
-    parts = [page.element("p", _describe_selection(len(errors), len(samples), totals), class_="note")]
+    parts = [page.element("p", _describe_selection(len(errors), len(correct), totals), class_="note")]
     for kind, group in (("Errors", errors), ("Correct", correct)):
         if group:
             parts.append(page.element("h3", kind, " ", page.element("span", len(group), class_="quiet")))
@@ -144,11 +144,11 @@ def predictions_section(
     return page.make_section(title, *parts)
 
 
-def _describe_selection(wrong: int, shown: int, totals: tuple[int, int] | None) -> str:
+def _describe_selection(wrong: int, right: int, totals: tuple[int, int] | None) -> str:
     """Which predictions are shown: the selection may not reflect the accuracy."""
-    errors, images = totals or (wrong, shown)
-    correct = f"{shown - wrong:,} of {images - errors:,} correct predictions"
-    return f"Shown: {wrong:,} of {page.pluralize(errors, 'error')}, the most confident first, and {correct}."
+    errors, images = totals or (wrong, wrong + right)
+    text = f"Shown: {wrong:,} of {page.pluralize(errors, 'error')}, the most confident first"
+    return f"{text}, and {right:,} of {images - errors:,} correct predictions." if right else f"{text}."
 
 
 def _sample_card(sample: Sample) -> Html:

@@ -103,7 +103,7 @@ def _headline(run: Run) -> list[Html]:
         return []
     step, top1 = (float(run.curves[column][rows[-1]]) for column in ("step", "val_top1"))
     note = f"last of {page.pluralize(len(rows), 'validation')} during training, at step {step:,.0f}"
-    return [page.fact("validation top-1 accuracy", page.percent(top1), note, chief=True)]
+    return [page.fact("validation top-1 accuracy", page.percent(top1), note, is_headline=True)]
 
 
 def _facts(run: Run) -> list[Html]:
