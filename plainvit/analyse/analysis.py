@@ -17,7 +17,6 @@ from plainvit.analyse import findings, page
 from plainvit.analyse.attention import NotApplicableError
 from plainvit.analyse.explorer import explorer_section
 from plainvit.analyse.figures import save
-from plainvit.analyse.maps import analyse_maps
 from plainvit.analyse.page import Section
 from plainvit.analyse.subject import Finding, Findings, Subject, gather, resolve_data
 from plainvit.disk import make_folder, write_text
@@ -32,7 +31,7 @@ ANALYSES: dict[str, Callable[[Subject], Findings]] = {
     "embedding filters": findings.analyse_filters,
     "position similarity": findings.analyse_positions,
     "attention distance": findings.analyse_distance,
-    "attention maps": analyse_maps,
+    "attention maps": findings.analyse_maps,
 }
 
 

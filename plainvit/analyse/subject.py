@@ -1,7 +1,7 @@
 """What is analysed (a model and images), and what an analysis returns (figures with text).
 
 subject = gather(Predictor("runs/photos"), "photos/", split="", data_root="", count=128)
-next(analyse_filters(subject)).figure            one of the analyses in findings.py and maps.py
+next(analyse_filters(subject)).figure            one of the analyses in findings.py
 
 An analysis that does not apply to a model raises NotApplicableError with the reason, which the report shows.
 """
