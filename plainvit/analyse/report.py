@@ -3,7 +3,7 @@
 from plainvit.analyse.report import Sample, write_report
 write_report(Path("runs/digits"), samples)   # runs/digits/report.html
 
-It shows what the folder contains and lists what is missing.
+It shows what the folder contains.
 """
 
 import math
@@ -21,7 +21,7 @@ from plainvit.analyse.figures import number, printable
 from plainvit.analyse.gallery import Sample, predictions_section
 from plainvit.analyse.masked import read_masked_figures
 from plainvit.analyse.page import Html, Section
-from plainvit.analyse.run import Run, as_dict, read_run
+from plainvit.analyse.run import Run, read_run
 from plainvit.analyse.scores import make_facts, make_headline
 from plainvit.config import Config, to_json
 from plainvit.disk import write_text
@@ -74,12 +74,11 @@ def _summarize(run: Run) -> Html:
 def _describe_training(run: Run) -> str:
     """Model, initialisation, objective and data."""
     init, data = run.config.get("init"), run.config.get("data")
-    text = _describe_model(as_dict(run.config.get("model")), init)
+    text = _describe_model(run.config.get("model") or {}, init)
     text += f", fine-tuned from {init}" if init else ", trained from scratch"
     text += OBJECTIVES.get(str(run.config.get("objective")), "") + (f" on {data}" if data else "")
-    images, names = run.images("train"), run.data.get("classes")
-    sizes = [] if math.isnan(images) else [page.pluralize(images, "training image")]
-    sizes += [page.pluralize(len(names), "class", "classes")] if isinstance(names, list) else []
+    sizes = [page.pluralize(run.images("train"), "training image")] if "splits" in run.data else []
+    sizes += [page.pluralize(len(run.classes), "class", "classes")] if run.classes else []
     return f"{text}: {' of '.join(sizes)}." if sizes else f"{text}."
 
 
@@ -159,8 +158,6 @@ def _notices(run: Run) -> Iterable[Html]:
         top1, step = page.percent(number(better.get("top1")), run.images("val")), number(better.get("step"))
         text = f"Step {step:,.0f} had a higher validation accuracy, {top1}: use --patience N to keep the best weights."
         yield page.notice(f"The final weights are those of the last step. {text}")
-    if run.problems:
-        yield page.notice(f"This report is incomplete: {'; '.join(run.problems)}.")
 
 
 def _state_notices(run: Run) -> Iterable[Html]:
@@ -193,7 +190,7 @@ def _masked_section(run: Run) -> Section | None:
         image = page.embed_image(pixels, label, max(pixels.shape[:2]))
         parts += [page.element("h3", f"Step {step:,}"), page.element("div", image, class_="scroll")]
     note = "From top to bottom: held-out images, model input (masked patches in grey), predictions."
-    if as_dict(run.config.get("masked")).get("normalise"):
+    if run.config.get("masked", {}).get("normalise"):
         note += " Mean and contrast of each patch are taken from the image: they are not predicted."
     return page.make_section("Masked prediction", note, *parts) if parts else None
 
@@ -208,9 +205,8 @@ def _confusion_sections(run: Run) -> list[Section]:
     matrix = run.confusion()
     if matrix is None:
         return []
-    classes = run.classes(len(matrix))
-    section = confusion_section(matrix, classes, page.SPLIT[run.split], run.folder)
-    return [section, class_section(measure_classes(matrix), classes)]
+    section = confusion_section(matrix, run.classes, page.SPLIT[run.split], run.folder)
+    return [section, class_section(measure_classes(matrix), run.classes)]
 
 
 def _command_section(run: Run) -> Section | None:
@@ -236,10 +232,8 @@ def _settings_section(run: Run) -> Section | None:
 def _data_table(run: Run) -> Html:
     """The number of images of each split, and the fingerprint of their names and labels."""
     values = {}
-    for name, part in as_dict(run.data.get("splits")).items():
-        images, fingerprint = run.images(name), as_dict(part).get("fingerprint", page.NONE)
-        count = page.NONE if math.isnan(images) else page.pluralize(images, "image")
-        values[page.SPLIT.get(name, name)] = f"{count}, fingerprint {fingerprint}"
+    for name, part in run.data.get("splits", {}).items():
+        values[page.SPLIT[name]] = f"{page.pluralize(part['images'], 'image')}, fingerprint {part['fingerprint']}"
     return page.pairs(values) if values else Html("")
 
 
