@@ -23,13 +23,6 @@ def test_similarity_has_a_tile_for_each_position() -> None:
     assert np.isnan(canvas[2]).all()
 
 
-def test_deletion_curves_are_percentages() -> None:
-    curves = {"rollout": [1, 0.5, 0], drawings.RANDOM: [0.1, 0.1, 0.1]}
-    rollout, random = drawings.draw_deletion([0, 0.5, 1], curves).axes[0].lines
-    assert rollout.get_xydata().tolist() == [[0, 100], [50, 50], [100, 0]]
-    assert random.get_linestyle() == "--"
-
-
 def test_filters_are_drawn_with_their_variance() -> None:
     tiles = np.random.default_rng(0).normal(size=(9, 4, 4, 3))
     axes = drawings.draw_filters(Filters(tiles, np.arange(9) / 100)).axes[0]
@@ -47,10 +40,3 @@ def test_heat_is_yellow_at_the_maximum_and_blue_at_the_minimum() -> None:
     assert blue > 3 * max(red, green)
     constant = drawings.overlay_heat(np.zeros((4, 4, 3), np.uint8), np.ones((2, 2)))
     assert (constant == constant[0, 0]).all()
-
-
-def test_maps_have_a_row_for_each_image_and_a_column_for_each_map() -> None:
-    images = np.zeros((2, 4, 6, 3), np.uint8)
-    axes = drawings.draw_maps(images, {"rollout": np.ones((2, 2, 3)), "last": np.ones((2, 2, 3))}, ["a", "b"]).axes[0]
-    assert len(axes.images) == 2 * 3
-    assert [text.get_text() for text in axes.texts] == ["a", "b", "image", "rollout", "last"]

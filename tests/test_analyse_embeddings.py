@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 from sklearn.decomposition import PCA
 from tiny import bit, hybrid, vit
 
+from plainvit.analyse.attention import NotApplicableError
 from plainvit.analyse.embeddings import filters, filters_to_rgb, position_vectors, similarity, structure
 
 
@@ -91,7 +92,7 @@ def test_structure_of_planted_similarities() -> None:
     assert structure(np.ones((1, 1, 1, 1))).contrast == 0
 
 
-def test_invalid_layers_and_positions_raise() -> None:
-    for posemb, layer, words in (("none", 0, "'none'"), ("relative", 0, "'relative'"), ("1d", 3, "layer 3")):
-        with pytest.raises(ValueError, match=words):
-            similarity(vit(posemb=posemb), layer=layer)
+@pytest.mark.parametrize("posemb", ["none", "relative"])
+def test_models_without_position_embeddings_raise(posemb: str) -> None:
+    with pytest.raises(NotApplicableError, match=posemb):
+        similarity(vit(posemb=posemb))

@@ -7,9 +7,9 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from functools import lru_cache
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,24 +17,37 @@ import pytest
 import torch
 from pictures import encode, photo
 from PIL import Image
-from tiny import mostly_slow, vit
+from tiny import vit
 from torch import Tensor
 
 import plainvit
 from plainvit.analyse.analysis import analyse_model
-from plainvit.analyse.explorer import BUDGET, COARSEST, Plan, describe_omissions, explorer, plan_explorer, views
-from plainvit.analyse.page import Section, render_page
-from plainvit.config import About
+from plainvit.analyse.explorer import (
+    BUDGET,
+    COARSEST,
+    Plan,
+    compute_views,
+    count_bytes,
+    describe_omissions,
+    explorer_section,
+    plan_explorer,
+    pooled_grid,
+)
+from plainvit.analyse.page import render_page
+from plainvit.analyse.subject import Subject
+from plainvit.config import About, ViTConfig
+from plainvit.evaluate.predictor import Predictor
 from plainvit.models import Trace, ViT
+from plainvit.names import configure
 
 HOSTILE = ["</script><img src=x onerror=document.title='harmed'>", '"><svg onload=alert(1)>', "<!--", "'; alert(1) //"]
 
 
-@lru_cache
-def meta(name: str, **settings: Any) -> ViT:
-    """A model of full size without its weights: enough to plan with."""
-    with torch.device("meta"):
-        return plainvit.create(name, **settings)
+def without_weights(name: str, image_size: int = 224) -> Any:
+    """What a plan reads of a model."""
+    config = configure(name, image_size=image_size)
+    assert isinstance(config, ViTConfig)
+    return SimpleNamespace(config=config, blocks=range(config.depth))
 
 
 def pixels(model: ViT, count: int = 2) -> Tensor:
@@ -42,8 +55,9 @@ def pixels(model: ViT, count: int = 2) -> Tensor:
     return torch.randint(0, 256, (count, 3, *model.config.image_size), dtype=torch.uint8, generator=generator)
 
 
-def described(count: int) -> list[dict[str, Any]]:
-    return [{"source": "", "name": f"{place}.png", "prediction": ""} for place in range(count)]
+def make_subject(model: ViT, count: int = 2) -> Subject:
+    predictor = Predictor(model, device="cpu", precision="fp32")
+    return Subject(predictor, pixels(model, count), [f"{number}.png" for number in range(count)], None)
 
 
 def embedded(text: str) -> dict[str, Any]:
@@ -52,8 +66,8 @@ def embedded(text: str) -> dict[str, Any]:
     return json.loads(found[1])
 
 
-def decode(data: str) -> np.ndarray:
-    with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+def decode(url: str) -> np.ndarray:
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image:
         assert image.mode == "L"
         return np.array(image)
 
@@ -64,47 +78,50 @@ def decode(data: str) -> np.ndarray:
 @pytest.mark.parametrize("changes", [{}, {"registers": 2}, {"pool": "average", "class_token": False}])
 def test_explorer_data_equals_the_attention_of_the_model(changes: dict[str, Any]) -> None:
     model = vit(**changes).float()
-    images = pixels(model)
-    body, _ = explorer(model, images, described(2), plan_explorer(model, 2))
-    data = embedded(body)
+    data = embedded(explorer_section(make_subject(model))[0].body)
     trace = Trace("block*/attention")
     with torch.no_grad():
-        model(images, trace)
+        model(pixels(model), trace)
     prefix = model.config.prefix
     for layer in range(3):
         attention = trace[f"block{layer}/attention"][1]  # of the second image, [H, N, N]
         rows = torch.cat((attention[:, prefix:, prefix:], attention[:, :1, prefix:]), 1) if prefix else attention
         mean = rows.mean(0)
         scaled = 255 * mean / mean.amax(1, keepdim=True)
-        shown = decode(data["means"][1][layer])
+        shown = decode(data["maps"][1][5 * layer])  # a layer has its mean and four heads
         assert abs(shown[:, : scaled.shape[1]] - scaled.numpy()).max() <= 0.51
         assert shown.shape[1] == scaled.shape[1] + (prefix > 0)
         if prefix:  # the class token's own share, of patches and of itself
             token = torch.cat((attention[:, prefix:, 0], attention[:, :1, 0]), 1).mean(0)
             assert abs(shown[:, -1] - 255 * token.numpy()).max() <= 0.51
-        assert abs(np.array(data["largest"][1][layer]) - 1000 * mean.amax(1).numpy()).max() <= 0.51
+        assert abs(np.array(data["largest"][1][5 * layer]) - 1000 * mean.amax(1).numpy()).max() <= 0.51
         for head in range(4):
             scaled = 255 * rows[head] / rows[head].amax(1, keepdim=True)
-            shown = decode(data["singles"][1][4 * layer + head])[:, : scaled.shape[1]]
-            assert abs(shown - scaled.numpy()).max() <= 0.51
-            largest = np.array(data["largestSingles"][1][4 * layer + head])
-            assert abs(largest - 1000 * rows[head].amax(1).numpy()).max() <= 0.51
-    assert data["reads"] == (prefix > 0)  # the class token; without one all patches are read
-    assert data["token"] == ("class token" if prefix else "")
+            view = 5 * layer + 1 + head
+            assert abs(decode(data["maps"][1][view])[:, : scaled.shape[1]] - scaled.numpy()).max() <= 0.51
+            assert abs(np.array(data["largest"][1][view]) - 1000 * rows[head].amax(1).numpy()).max() <= 0.51
+    assert data["reads"] == data["token"] == ("class token" if prefix else "")  # without one all patches are read
 
 
-def test_pooled_keys_keep_their_sum() -> None:
-    model = vit(image_size=(32, 32)).float()
-    coarse = Plan(1, (2, 2), (4, 4), [[], [], [0]])
-    found = views(model, pixels(model, 1)[0], coarse)
+def test_cells_of_pooled_maps_are_sums_over_patches() -> None:
+    """A grid of 3 x 5 patches in cells of 2 x 2: the cells of the last row and column have fewer patches."""
+    model = vit().float()
+    views = compute_views(model, pixels(model, 1)[0], Plan(1, pool=2, head_pool=1, layers=[2]))
     trace = Trace("block2/attention")
     with torch.no_grad():
         model(pixels(model, 1), trace)
-    rows = trace["block2/attention"][0].mean(0)[1:, 1:].view(16, 2, 2, 2, 2).sum((2, 4)).flatten(1)  # [16, 4]
-    shown, largest = found.means[2]
-    assert abs(largest[:16] - 1000 * rows.amax(1).numpy()).max() <= 0.51
-    assert abs(shown[:16, :4] - 255 * (rows / rows.amax(1, keepdim=True)).numpy()).max() <= 0.51
-    assert [view.shape for view, _ in found.singles] == [(17, 16 + 1)]
+    patches = trace["block2/attention"][0].mean(0)[1:, 1:].view(15, 3, 5)
+    cells = [(slice(y, y + 2), slice(x, x + 2)) for y in (0, 2) for x in (0, 2, 4)]
+    sums = torch.stack([patches[:, y, x].sum((1, 2)) for y, x in cells], 1)  # [15, 6]
+    grey, largest = views[2]
+    assert abs(largest[:15] - 1000 * sums.amax(1).numpy()).max() <= 0.51
+    assert abs(grey[:15, :6] - 255 * (sums / sums.amax(1, keepdim=True)).numpy()).max() <= 0.51
+    assert [view.grey.shape for view in views] == [(16, 6 + 1)] * 3 + [(16, 15 + 1)] * 4
+
+
+def test_the_head_of_a_distilled_model_reads_two_tokens() -> None:
+    data = embedded(explorer_section(make_subject(vit(distillation=True).float(), 1))[0].body)
+    assert data["reads"] == "class token and the distillation token"
 
 
 # How large it grows ---------------------------------------------------------------------------------------------------
@@ -112,47 +129,36 @@ def test_pooled_keys_keep_their_sum() -> None:
 
 @pytest.mark.parametrize(
     ("name", "size", "images", "heads"),
-    mostly_slow(
-        [("ViT-B/16", 224, 3, 12), ("ViT-Ti/16", 224, 6, 12), ("ViT-B/32", 224, 6, 12), ("ViT-L/16", 384, 1, 12)], 4
-    ),
+    [("ViT-B/16", 224, 3, 12), ("ViT-Ti/16", 224, 6, 12), ("ViT-B/32", 224, 6, 12), ("ViT-L/16", 384, 1, 12)],
 )
 def test_plans_of_published_sizes(name: str, size: int, images: int, heads: int) -> None:
     """All heads of ViT-B/16 on three images; of ViT-L/16 at 384 pixels, those of every other layer on one."""
-    model = meta(name, image_size=size)
-    found = plan_explorer(model, 128)
-    h, w = model.config.grid
-    means = len(found.heads) * (found.keys[0] * found.keys[1] + 1)
-    single = sum(map(len, found.heads)) * (found.head_keys[0] * found.head_keys[1] + 1)
-    assert found.images * (h * w + 1) * (means + single) <= BUDGET  # 8.2 MB as base64, were it incompressible
-    assert found.images == images
-    assert sum(map(bool, found.heads)) == heads
-    assert min(found.head_keys) >= min(COARSEST, h)
-    assert found.heads[-1] == list(range(model.config.heads))  # the last layer's are always there
-
-
-def test_a_complete_plan_omits_nothing() -> None:
-    model = vit()
-    found = plan_explorer(model, 3)
-    assert found == Plan(3, (3, 5), (3, 5), [[0, 1, 2, 3]] * 3)
-    assert describe_omissions(found, model, 3) == ""
+    model = without_weights(name, size)
+    plan = plan_explorer(model, 128)
+    assert count_bytes(model, plan) <= BUDGET  # 8.2 MB as base64, were it incompressible
+    assert (plan.images, len(plan.layers)) == (images, heads)
+    assert min(pooled_grid(model, plan.head_pool)) >= min(COARSEST, model.config.grid[0])
+    assert plan.layers[-1] == len(model.blocks) - 1  # the last layer is always there
 
 
 def test_omissions_are_described() -> None:
-    model = meta("ViT-L/16", image_size=384)
+    model = without_weights("ViT-L/16", 384)
     text = describe_omissions(plan_explorer(model, 128), model, 128)
     assert [part in text for part in ("1 image,", "12 x 12", "6 x 6", "12 of 24 layers")] == [True] * 4
-    assert "no single heads" in describe_omissions(plan_explorer(model, 6, 2_000_000), model, 6)
-    assert plan_explorer(model, 6, 1).keys == (1, 1)  # there is always a plan
+    assert "no heads" in describe_omissions(plan_explorer(model, 6, 2_000_000), model, 6)
+    assert pooled_grid(model, plan_explorer(model, 6, 1).pool) == (1, 1)  # there is always a plan
+    small = vit()
+    assert describe_omissions(plan_explorer(small, 3), small, 3) == ""
 
 
 def test_a_page_of_vit_b_16_stays_below_ten_megabytes() -> None:
     """With attention that is noise, which compresses worst: the plan's own number of images, at full size."""
     model = plainvit.create("ViT-B/16", depth=1).eval()  # one layer of the twelve, all of whose views are alike in size
-    shown = pixels(model, 1)
-    twelve = plan_explorer(meta("ViT-B/16"), 128)
-    body, script = explorer(model, shown, described(1), Plan(1, twelve.keys, twelve.head_keys, twelve.heads[:1]))
-    size = len(render_page("ViT-B/16", "", [Section("Explorer", body)], script=script))
-    assert 12 * twelve.images * size < 9_000_000
+    plan = plan_explorer(without_weights("ViT-B/16"), 128)
+    section, script = explorer_section(make_subject(model, 1), Plan(1, plan.pool, plan.head_pool, [0]))
+    photo = len(embedded(section.body)["images"][0]["source"])
+    layer = len(render_page("ViT-B/16", "", [section], script=script)) - photo
+    assert plan.images * (12 * layer + photo) < 9_000_000
 
 
 # What it may do -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""The progress bar at several terminal widths."""
+"""The progress bar at several terminal widths, and durations."""
 
 import re
 
 import pytest
 
-from plainvit.runtime.display import Display
+from plainvit.runtime.display import Display, readable
 
 WORDS = "epoch 8.6  loss 1.089  lr 0.00079  1,562 images/s  waiting for data 1%"
 
@@ -24,3 +24,10 @@ def test_a_narrow_terminal_shortens_the_text_only(
     assert match
     assert WORDS.startswith(match[1].rstrip())
     assert bool(match[2]) == is_cut
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (59.7, "1m00s"), (85, "1m25s"), (3599.8, "1h00m"), (7384, "2h03m")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert readable(seconds) == text

@@ -24,7 +24,7 @@ from torch import Tensor
 import plainvit
 from plainvit.device import choose_device
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
-from plainvit.runtime.distributed import LostError, World, raise_lost_peer
+from plainvit.runtime.distributed import DisagreementError, LostError, World, raise_lost_peer
 from plainvit.runtime.folder import metrics
 from plainvit.train.step import PendingStep
 
@@ -296,6 +296,12 @@ def test_only_a_lost_connection_becomes_a_lost_error(error: RuntimeError, lost: 
         raise_lost_peer(World(2, 4)),
     ):
         raise error
+
+
+def test_an_error_without_a_message_is_raised_in_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "gather_strings", lambda _, words: ["", words])
+    with pytest.raises(DisagreementError, match="rank 1: TimeoutError"):
+        World(1, 2).agree(small_runs.fail(TimeoutError()))
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_completion_offers_commands_and_flags() -> None:
     ask = 'COMP_WORDS=(plainvit "$@"); COMP_CWORD=$#; _plainvit; echo "${COMPREPLY[@]}"'
     for words, expected in (
         (["da"], "data"),
-        (["data", "info", "--sh"], "--sheet"),
+        (["data", "info", "--data-r"], "--data-root"),
         (["train", "--optim.warm"], "--optim.warmup"),
     ):
         found = subprocess.run(

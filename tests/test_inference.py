@@ -91,7 +91,7 @@ LOOKED_AT: dict[str, Callable[[ViT, Tensor], object]] = {
     "rollout": attention.rollout,
     "looks": attention.attention_maps,
     "relevance": attention.relevance,
-    "views": lambda model, images: explorer.views(model, images[0], explorer.plan_explorer(model, 1)),
+    "views": lambda model, images: explorer.compute_views(model, images[0], explorer.plan_explorer(model, 1)),
 }
 ALL = tuple(range(IMAGES))
 

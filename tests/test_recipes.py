@@ -37,7 +37,6 @@ from plainvit.data.transforms import DRAWS, crop_boxes
 from plainvit.names import configure
 from plainvit.planning.cost import training_exaflops
 from plainvit.recipes import about, choose_recipe, list_recipes, masked, recipe, starters
-from plainvit.recipes.bit import hyperrule
 from plainvit.train.transfer import resolve
 
 NAMES = list_recipes()
@@ -66,6 +65,7 @@ PLAIN_IMAGES = {"augment.mixup": 0, "augment.cutmix": 0, "augment.smoothing": 0,
 CENTRE = {"augment.crop": "inception-tf", "augment.flip": 0.5, "preprocess.resize": "crop", "preprocess.crop": 0.875}
 START = {"model": None, "init": "", "batch": 512, "epochs": 0, "holdout": 0, "augment.flip": 0.5}
 TRANSFER = START | {"head": "zero", "preprocess.resize": "squash"}
+HIGH_RATES, LOW_RATES = (0.003, 0.01, 0.03, 0.06), (0.001, 0.003, 0.01, 0.03)
 SGD = {"optim.name": "sgd", "optim.momentum": 0.9, "optim.weight_decay": 0}
 DEIT = TIMM | {"model.norm_eps": 1e-6, "augment.mixup": 0.8, "augment.cutmix": 1, "augment.repeats": 3}
 TABLES = {
@@ -103,29 +103,47 @@ TABLES = {
     ),
     "ViT, Table 4": Table(
         TRANSFER | SGD | {"augment.crop": "random", "optim.schedule": "cosine", "optim.clip": 1, "loss": "softmax"},
-        ("data", "steps", "optim.grid", "search_holdout", "optim.warmup", "optim.lr", "image_size", "ema", "expected"),
+        (
+            *("data", "steps", "optim.grid", "search_holdout", "optim.warmup", "optim.lr"),
+            *("image_size", "resized", "ema", "expected"),
+        ),
         {
-            "ft-imagenet": ("imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 0.01, 500, 0.03, 384, 0, "85.15"),
-            "ft-imagenet-512": ("imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 0.01, 500, 0.03, 512, 0.9999, "87.76"),
-            "ft-imagenet-518": ("imagenet", 20_000, (0.003, 0.01, 0.03, 0.06), 0.01, 500, 0.03, 518, 0.9999, "88.55"),
-            "ft-cifar10": ("cifar10", 10_000, (0.001, 0.003, 0.01, 0.03), 0.02, 500, 0.01, 384, 0, "98.95"),
-            "ft-cifar100": ("cifar100", 10_000, (0.001, 0.003, 0.01, 0.03), 0.02, 500, 0.01, 384, 0, "91.67"),
-            "ft-pets": ("oxford-pets", 500, (0.001, 0.003, 0.01, 0.03), 0.1, 100, 0.01, 384, 0, "94.43"),
-            "ft-flowers": ("flowers102", 500, (0.001, 0.003, 0.01, 0.03), 0.1, 100, 0.01, 384, 0, "99.38"),
-            "ft-vtab": ("", 2_500, (0.01,), 0.0, 200, 0.01, 384, 0, "72.72"),
+            "ft-imagenet": ("imagenet", 20_000, HIGH_RATES, 0.01, 500, 0.03, 384, 448, 0, "85.15"),
+            "ft-imagenet-512": (
+                "imagenet",
+                20_000,
+                (0.003, 0.01, 0.03, 0.06),
+                0.01,
+                500,
+                0.03,
+                512,
+                597,
+                0.9999,
+                "87.76",
+            ),
+            "ft-imagenet-518": (
+                "imagenet",
+                20_000,
+                (0.003, 0.01, 0.03, 0.06),
+                0.01,
+                500,
+                0.03,
+                518,
+                604,
+                0.9999,
+                "88.55",
+            ),
+            "ft-cifar10": ("cifar10", 10_000, LOW_RATES, 0.02, 500, 0.01, 384, 448, 0, "98.95"),
+            "ft-cifar100": ("cifar100", 10_000, LOW_RATES, 0.02, 500, 0.01, 384, 448, 0, "91.67"),
+            "ft-pets": ("oxford-pets", 500, LOW_RATES, 0.1, 100, 0.01, 384, 448, 0, "94.43"),
+            "ft-flowers": ("flowers102", 500, LOW_RATES, 0.1, 100, 0.01, 384, 448, 0, "99.38"),
+            "ft-vtab": ("", 2_500, (0.01,), 0.0, 200, 0.01, 384, 448, 0, "72.72"),
         },
     ),
     "BiT": Table(
         TRANSFER | SGD | {"optim.lr": 0.003, "optim.schedule": "steps", "optim.milestones": (0.3, 0.6, 0.9)},
         ("steps", "resized", "image_size", "augment.mixup", "expected"),
-        {
-            "bit-small": (500, 448, 384, 0, "96.62"),
-            "bit-medium": (10_000, 448, 384, 0.1, ""),
-            "bit-large": (20_000, 448, 384, 0.1, "87.54"),
-            "bit-small-128": (500, 160, 128, 0, ""),
-            "bit-medium-128": (10_000, 160, 128, 0.1, "99.37"),
-            "bit-large-128": (20_000, 160, 128, 0.1, ""),
-        },
+        {"bit": (500, 448, 384, 0, "96.62")},
     ),
     "ViT, Table 7": Table(
         {"optim.name": "sgd", "optim.lr": 0.48, "optim.weight_decay": 1e-4, "optim.warmup": 5000, "optim.clip": 0},
@@ -198,11 +216,7 @@ TABLES = {
         {"model": None, "image_size": 224, "head": "keep", "epochs": 20, "batch": 512, "data": I1K, "loss": "softmax"}
         | {"optim.name": "adamw", "optim.lr": 1e-5, "optim.weight_decay": 0.1, "augment.repeats": 1},
         ("expected",),
-        {
-            "deit3-b16-i1k-ft224": ("83.8",),
-            "deit3-l16-i1k-ft224": ("84.9",),
-            "deit3-h14-i1k-ft224": ("85.2",),
-        },
+        {"deit3-ft224": ("83.8",)},
     ),
 }
 
@@ -248,12 +262,6 @@ def test_what_pretraining_takes_from_the_released_code(name: str) -> None:
         assert config.model.stochastic_depth == (config.model.dropout if is_augreg else 0)
 
 
-@pytest.mark.parametrize(("size", "resized"), [(384, 448), (512, 597), (518, 604)])
-def test_fine_tuning_crops_from_a_larger_square(size: int, resized: int) -> None:
-    name = "ft-imagenet" if size == 384 else f"ft-imagenet-{size}"
-    assert recipe(name).augment.resized_side(size) == resized
-
-
 @pytest.mark.parametrize(
     ("images", "side", "expected"),  # steps, resize, crop, mixup
     [
@@ -265,9 +273,10 @@ def test_fine_tuning_crops_from_a_larger_square(size: int, resized: int) -> None
         (1_281_167, 64, (20_000, 160, 128, 0.1)),
     ],
 )
-def test_hyperrule(images: int, side: int, expected: tuple[Any, ...]) -> None:
-    rule = hyperrule(images, side * side)
-    assert (rule.steps, rule.resize, rule.crop, rule.mixup) == expected
+def test_bit_hyperrule_follows_the_images(images: int, side: int, expected: tuple[Any, ...]) -> None:
+    config = recipe("bit", DataSummary(images=images, classes=10, side=side))
+    augment = config.augment
+    assert (config.steps, augment.resized_side(config.image_size), config.image_size, augment.mixup) == expected
 
 
 # All of them ----------------------------------------------------------------------------------------------------------
@@ -313,9 +322,9 @@ def test_costs_are_those_of_the_arithmetic(name: str) -> None:
     config, said = recipe(name), about(name)["cost"]
     classes, images = CLASSES_AND_IMAGES.get(config.data, (100, 0))
     model = config.model
-    if model is None:  # said for a model that the line itself names, or the summary; a set of one's own has 100 classes
+    if model is None:  # the line names a model; a dataset of your own has 100 classes
         classes = classes if config.data else 100
-        named = re.search(r"for (\S+)$", said) or re.search(r"^(\S+) of deit3", about(name)["summary"])
+        named = re.search(r"for (\S+)$", said)
         assert named
         model = configure(named[1], image_size=config.image_size)
     seen = config.steps * config.batch or config.epochs * images * (1 - config.holdout)
@@ -398,37 +407,35 @@ def test_a_recipe_in_your_own_file(mine: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (said["summary"], said["expected"], said["cost"]) == ("A short run.", "little", "")
 
 
-@pytest.mark.parametrize(
-    ("function", "part"),
-    [
-        (":shot", "nearest: short"),
-        (":LENGTH", "'LENGTH'"),
-        ("", ":FUNCTION"),
-        (":", ":FUNCTION"),
-        (":raising", "RuntimeError: two lines"),
-        (":longer", "TypeError: longer() missing"),
-        (":wrong", "dict"),
-    ],
-)
-def test_a_function_that_is_not_a_recipe(mine: Path, function: str, part: str) -> None:
-    assert part in error_of(f"{mine}{function}")
+def test_the_file_of_a_recipe_is_run_once(mine: Path) -> None:
+    log = mine.with_suffix(".log")
+    mine.write_text(f"{MINE}\nwith open({str(log)!r}, 'a') as file:\n    file.write('run ')\n")
+    recipe(f"{mine}:short", DataSummary(images=100, classes=2, side=28))
+    assert log.read_text() == "run "
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("text", "function", "part"),
     [
-        (None, "does not exist"),
-        ("def short(:\n", "SyntaxError"),
-        ("import no_such_module\n", "'no_such_module'"),
-        ("1 / 0\n", "ZeroDivisionError"),
-        ("", "'short'"),
+        (MINE, ":shot", "nearest: short"),
+        (MINE, ":LENGTH", "'LENGTH'"),
+        (MINE, "", ":FUNCTION"),
+        (MINE, ":", ":FUNCTION"),
+        (MINE, ":raising", "RuntimeError: two lines"),
+        (MINE, ":longer", "TypeError: longer() missing"),
+        (MINE, ":wrong", "dict"),
+        (None, ":short", "does not exist"),
+        ("def short(:\n", ":short", "SyntaxError"),
+        ("import no_such_module\n", ":short", "'no_such_module'"),
+        ("1 / 0\n", ":short", "ZeroDivisionError"),
+        ("", ":short", "'short'"),
     ],
 )
-def test_files_that_cannot_be_loaded(text: str | None, part: str, tmp_path: Path) -> None:
+def test_files_and_functions_that_are_no_recipes(text: str | None, function: str, part: str, tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     if text is not None:
         file.write_text(text)
-    assert part in error_of(f"{file}:short")
+    assert part in error_of(f"{file}{function}")
 
 
 def test_only_files_that_are_named_are_run(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,17 +451,13 @@ def test_only_files_that_are_named_are_run(mine: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("side", "patch", "size"), [(8, 1, 8), (28, 4, 28), (32, 4, 32), (47, 6, 48), (64, 8, 64), (96, 12, 96)]
+    ("images", "side", "patch", "size", "epochs"),
+    [(5_000, 8, 1, 8, 20), (10, 28, 4, 28, 100), (1_000_000, 47, 6, 48, 5), (5_000, 96, 12, 96, 20)],
 )
-def test_small_takes_its_sizes_from_the_data(side: int, patch: int, size: int) -> None:
-    config = recipe("small", DataSummary(images=5_000, classes=3, side=side))
+def test_small_follows_the_images(images: int, side: int, patch: int, size: int, epochs: int) -> None:
+    config = recipe("small", DataSummary(images=images, classes=3, side=side))
     assert isinstance(config.model, ViTConfig)
-    assert (config.model.patch, config.model.image_size) == ((patch, patch), (size, size))
-
-
-@pytest.mark.parametrize(("images", "epochs"), [(10, 100), (5_000, 20), (1_000_000, 5)])
-def test_small_trains_longer_on_fewer_images(images: int, epochs: int) -> None:
-    assert recipe("small", DataSummary(images=images, classes=3, side=28)).epochs == epochs
+    assert (config.model.patch, config.model.image_size, config.epochs) == ((patch, patch), (size, size), epochs)
 
 
 @pytest.mark.parametrize("colour", [False, True])

@@ -24,9 +24,9 @@ from plainvit.analyse.evaluation_report import draw_calibration
 from plainvit.analyse.gallery import Cell, Sample, draw_cells, predictions_section, shorten
 from plainvit.analyse.page import Html, element, embed_image, make_section, render_page
 from plainvit.analyse.report import write_report
-from plainvit.analyse.run import FILES
 from plainvit.config import Config, Optim, ViTConfig, to_json
 from plainvit.evaluate.statistics import describe_confidence
+from plainvit.runtime.folder import metrics
 
 CLASSES = ["cat", "dog", "emu"]
 COUNTS = [[17, 3, 0], [1, 28, 1], [5, 5, 40]]  # correct: 85 %, 93.3 %, 80 %; in all 85 of 100
@@ -122,10 +122,6 @@ def read(folder: Path, samples: list[Sample] | None = None) -> Reader:
     return reader
 
 
-def rows_of(path: Path) -> list[list[str]]:
-    return list(csv.reader(io.StringIO(path.read_text(encoding="utf-8"))))
-
-
 def check_harmless(reader: Reader) -> None:
     """No script, no handler, nothing loaded from outside, and a policy that forbids all of it."""
     policies = [at["content"] for tag, at in reader.elements if at.get("http-equiv") == "Content-Security-Policy"]
@@ -163,7 +159,7 @@ def test_headline_shows_model_data_and_result(whole: tuple[Path, Reader]) -> Non
 
 
 def test_classes_are_sorted_by_recall(whole: tuple[Path, Reader]) -> None:
-    rows = [[row[0], *row[2:]] for row in whole[1].rows if len(row) == 6]
+    rows = [row for row in whole[1].rows if len(row) == 5]
     assert rows == [  # recall, precision, F1
         ["emu", "80.0 %", f"{4000 / 41:.1f} %", f"{8000 / 91:.1f} %", "50"],
         ["cat", "85.0 %", f"{1700 / 23:.1f} %", f"{3400 / 43:.1f} %", "20"],
@@ -188,12 +184,9 @@ def test_errors_come_first_by_confidence(whole: tuple[Path, Reader]) -> None:
 
 
 @pytest.mark.parametrize(("totals", "shown"), [(None, ("2 of 2", "1 of 1")), ((9, 36), ("2 of 9", "1 of 27"))])
-def test_selection_of_predictions_is_described(
-    totals: tuple[int, int] | None, shown: tuple[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "figures").mkdir()
+def test_selection_of_predictions_is_described(totals: tuple[int, int] | None, shown: tuple[str, str]) -> None:
     samples = [sample(), sample("dog", "emu"), sample("cat", "emu")]
-    section = predictions_section(samples, tmp_path, totals=totals)
+    section = predictions_section(samples, totals=totals)
     assert section
     text = Reader(section.body).text
     assert all(words in text for words in shown)
@@ -202,11 +195,11 @@ def test_selection_of_predictions_is_described(
 def test_commands_and_changed_settings(whole: tuple[Path, Reader]) -> None:
     folder, reader = whole
     assert "plainvit train x" in reader.text
-    assert f"plainvit inspect {folder}/model.safetensors" in reader.text
-    assert f"plainvit finetune --init {folder} --data pets" in reader.text
+    assert f"plainvit finetune --init {folder} --data DIR" in reader.text
     assert ["model.patch", "2, 2"] in reader.rows
-    changed = re.findall(r'<tr class="changed"><td class="key">([^<]*)', (folder / "report.html").read_text())
-    assert changed == ["recipe", "data", "epochs", "batch", "optim.lr"]
+    names = {row[0] for row in reader.rows if len(row) == 2}
+    assert {"recipe", "data", "epochs", "batch", "optim.lr"} <= names
+    assert not {"seed", "ema", "optim.name"} & names  # defaults
 
 
 def test_report_loads_nothing_and_has_unique_ids(whole: tuple[Path, Reader]) -> None:
@@ -229,32 +222,16 @@ def test_figures_use_the_css_colours(whole: tuple[Path, Reader]) -> None:
     assert 'name="viewport"' in text
 
 
-@pytest.mark.parametrize("name", ["results.json", "data.json", "metrics.jsonl", "all"])
-def test_missing_files_are_listed(tmp_path: Path, name: str) -> None:
-    missing = list(FILES) if name == "all" else [name]
-    metrics = [*steps(2), {"step": 20, "val": {"top1": 0.83}}]
-    changes = {"metrics": metrics} | {file.partition(".")[0]: None for file in missing}
-    text = read(write_run(tmp_path / "run", **changes)).text
-    assert [file for file in FILES if f"{file} (" in text] == missing
-    assert ("85.0 %" in text) == ("results.json" not in missing)
-    assert ("Training loss" in text) == ("metrics.jsonl" not in missing)
-    assert ("last of 1 validation during training, at step 20" in text) == (name == "results.json")
-    assert ("class 2 class 0" in text) == (name == "data.json")
-
-
-@pytest.mark.parametrize("bad", ["{", "[]", '{"test": 3, "classes": "x", "splits": [], "model": 7}'])
-def test_damaged_files_are_tolerated(tmp_path: Path, bad: str) -> None:
-    stems = [name.partition(".")[0] for name in FILES if name != "metrics.jsonl"]
-    text = read(write_run(tmp_path / "run", **dict.fromkeys(stems, bad), metrics=steps(3))).text
+def test_a_run_without_results_shows_its_last_validation(tmp_path: Path) -> None:
+    lines = [*steps(2), {"step": 20, "val": {"top1": 0.83}}]
+    text = read(write_run(tmp_path / "run", metrics=lines, results=None, environment=None)).text
+    assert "validation top-1 accuracy 83.0 % last of 1 validation during training, at step 20" in text
     assert "Training loss" in text
-    assert ("cannot be read" in text) == (not bad.startswith('{"'))
+    assert "Confusion" not in text
 
 
-@pytest.mark.parametrize("counts", [[[1, 2], [3]], [[1, 2]], [], "x", None, [[0, 0], [0, 0]], [["a", "b"], ["c", "d"]]])
-def test_an_invalid_confusion_matrix_is_omitted(tmp_path: Path, counts: Any) -> None:
-    folder = write_run(tmp_path / "run", results={"test": result() | {"confusion": counts}}, metrics=[])
-    assert "85.0 %" in read(folder).text
-    assert not (folder / "figures" / "confusion.png").exists()
+def test_an_empty_folder_has_an_empty_report(tmp_path: Path) -> None:
+    assert "A model, trained from scratch." in read(tmp_path).text
 
 
 def test_non_finite_values_are_tolerated(tmp_path: Path) -> None:
@@ -263,14 +240,15 @@ def test_non_finite_values_are_tolerated(tmp_path: Path) -> None:
     lines[9] |= {"loss": math.nan, "lr": math.inf, "norm": -math.inf, "epoch": "x", "skipped": True}
     lines[11] |= {"loss": 10**400, "norm": 1e300}
     lines += [{"step": None, "loss": 1}, {"loss": 1}, {"step": 30, "val": None}, {"step": 30, "val": {"top1": None}}]
+    lines.append({"step": 10**400, "loss": 1})
     whole = "".join(json.dumps(line) + "\n" for line in lines) + '[1]\n7\n\n{"step": 31, "lo'
-    results = {"test": result(top1=None, nll=math.nan, interval=[None, 1]) | {"images": None, "top5": math.inf}}
+    results = {"test": result(top1=None, nll=math.nan, interval=[None, 1]) | {"images": None, "top5": None}}
     folder = write_run(tmp_path / "run", metrics=whole, results=results, environment={"seconds": math.nan})
     text = read(folder, [sample(probability=math.nan)]).text
     assert "2 steps skipped" in text
     assert "interval" not in text
     assert "nan" not in text.replace("NaN or Inf", "").lower()
-    table = curves.read_metrics(folder / "metrics.jsonl")
+    table = curves.tabulate(metrics(folder))
     assert table["loss"][0] == 2
     assert np.isnan(table["loss"][[4, 9, 11]]).all()
 
@@ -343,7 +321,7 @@ def test_hostile_names_inject_nothing(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path / 'run "><script>',
         config=config | {"model": {"kind": "vit", "width": HOSTILE[0]}},
-        data={"classes": HOSTILE, "splits": {HOSTILE[0]: {"images": 1, "fingerprint": HOSTILE[1]}}},
+        data={"classes": HOSTILE, "splits": {"train": {"images": 1, "fingerprint": HOSTILE[1]}}},
         results={"test": result(matrix)},
         environment={
             "command": HOSTILE[0],
@@ -368,23 +346,22 @@ def test_one_class_has_no_errors(tmp_path: Path) -> None:
     assert "No errors on the test images" in read(folder).text
 
 
-def test_a_thousand_classes_fit_into_a_small_report(tmp_path: Path) -> None:
+def test_many_classes_fit_into_a_small_report(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
-    matrix = generator.poisson(0.02, (1000, 1000)) + np.diag(generator.integers(1, 50, 1000))
+    matrix = generator.poisson(0.02, (300, 300)) + np.diag(generator.integers(1, 50, 300))
     matrix[7] = 0  # a class without images
-    data = {"classes": [f"n{index:08} a name of some length" for index in range(1000)], "splits": {}}
+    data = {"classes": [f"n{index:08} a name of some length" for index in range(300)], "splits": {}}
     folder = write_run(tmp_path / "run", data=data, results={"test": result(matrix)}, metrics=[])
     noise = [sample("cat", "dog", 0.5, f"{'x' * index}.jpg", 160) for index in range(48)]  # compresses worst
     reader = read(folder, noise)
-    shown = [row for row in reader.rows if len(row) == 6]
+    shown = [row for row in reader.rows if len(row) == 5]
     accuracy = {name: np.diag(matrix)[at] / max(matrix[at].sum(), 1) for at, name in enumerate(data["classes"])}
-    assert len(shown) == 999
+    assert len(shown) == 299
     assert "1 class without images" in reader.text
     assert [accuracy[row[0]] for row in shown] == sorted(accuracy[row[0]] for row in shown)
     text = (folder / "report.html").read_text(encoding="utf-8")
-    assert text.partition("The other 979 classes")[0].count('class="measure"><span') == 20
+    assert text.partition("The other 279 classes")[0].count('<td class="number">') == 20 * 4 + 10 * 2
     assert len(text) < 2_000_000
-    assert all(path.stat().st_size < figures.LARGEST for path in (folder / "figures").glob("*.png"))
 
 
 def test_report_is_deterministic_and_writes_only_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +372,7 @@ def test_report_is_deterministic_and_writes_only_its_folder(tmp_path: Path, monk
     settings = dict(matplotlib.rcParams)
     assert write_report(folder, [sample()]) == folder / "report.html"
     first = contents(tmp_path)
-    names = "curves.png", "confusion.png", "confusion.csv", "gallery.png", "gallery.csv"
+    names = "curves.png", "confusion.png", "confusion.csv"
     expected = {folder / "report.html", *(folder / "figures" / name for name in names)}
     assert first.keys() - before.keys() == expected
     assert {path: first[path] for path in before} == before
@@ -406,16 +383,11 @@ def test_report_is_deterministic_and_writes_only_its_folder(tmp_path: Path, monk
         with Image.open(path) as image:
             image.load()
             assert min(image.size) > 100
-        assert 1000 < path.stat().st_size < figures.LARGEST
+        assert 1000 < path.stat().st_size < 300_000
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_missing_folder_raises(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a folder"):
-        write_report(tmp_path / "nowhere", [])
 
 
 def test_neither_torch_nor_pyplot_is_loaded() -> None:
@@ -482,16 +454,10 @@ def test_long_runs_have_small_curves() -> None:
     assert len(svg) < 30_000
 
 
-def test_confusion_and_gallery_csv_are_complete(whole: tuple[Path, Reader]) -> None:
-    head, *rows = rows_of(whole[0] / "figures" / "confusion.csv")
+def test_confusion_csv_is_complete(whole: tuple[Path, Reader]) -> None:
+    head, *rows = csv.reader(io.StringIO((whole[0] / "figures" / "confusion.csv").read_text(encoding="utf-8")))
     assert head[1:] == [row[0] for row in rows] == CLASSES
     assert [[int(cell) for cell in row[1:]] for row in rows] == COUNTS
-    predictions = rows_of(whole[0] / "figures" / "gallery.csv")[1:]
-    assert predictions == [
-        ["c.png", "emu", "cat", "0.8"],
-        ["b.png", "dog", "emu", "0.4"],
-        ["a.jpg", "cat", "cat", "0.9"],
-    ]
 
 
 def test_the_last_record_of_a_repeated_step_counts() -> None:
@@ -543,7 +509,6 @@ def test_contact_sheet_draws_images_labels_and_probabilities() -> None:
         ("short.jpg", "short.jpg"),
         ("long name of a photo 17.jpg", "long…7.jpg"),
         ("猫" * 9 + ".jpg", "猫猫….jpg"),
-        ("🐈.jpg", ":cat:.jpg"),
     ],
 )
 def test_names_are_shortened_by_their_width(text: str, shown: str) -> None:

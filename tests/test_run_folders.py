@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from plainvit.analyse.run import read_run
 from plainvit.evaluate.predict import describe_accuracy_of_run
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, _state_hash, file_hash
-from plainvit.runtime.folder import read_results, run_seconds
+from plainvit.runtime.folder import read_commit, read_results, run_seconds
 
 VALUES = (None, "x", -1, 10**9, 10**400, 1.5, math.nan, math.inf, True, [], {}, [[1]], {"a": {"b": None}}, ["\udce9"])
 TEXTS = ("", '{"a": 1', "[1]", "null", "[" * 100_000, "\x00")
@@ -182,3 +183,25 @@ def test_progress_of_a_later_version_is_an_error(home: Path, tmp_path: Path) -> 
     out = copied(home, "stopped", tmp_path / "run")
     write_checkpoint(out, Checkpoints(out / "checkpoints", 9).read(LAST)[0], of_a_later_version=1)
     assert resume(home, out) == 2
+
+
+# The commit -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_commit_is_that_of_the_package_and_not_of_a_repository_around_it(tmp_path: Path) -> None:
+    package = tmp_path / "plainvit"
+    (package / "train").mkdir(parents=True)
+    for name in ("__init__.py", "train/loop.py"):
+        (package / name).touch()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    assert read_commit(package) is None  # without a commit
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "one"], check=True)
+    assert read_commit(package) is None  # installed inside a repository that does not track it
+    subprocess.run([*git, "add", "plainvit"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--message", "two"], check=True)
+    commit = read_commit(package)
+    assert commit is not None
+    assert len(commit) == 12
+    (package / "train" / "loop.py").write_text("changed")
+    assert read_commit(package) == f"{commit}+"

@@ -85,8 +85,8 @@ def smaller(config: Config, init: Path) -> Config:
     )
 
 
-FAST = ("digits", "cifar10", "vit-b16-jft", "r50x1-jft", "r50+vit-b16-jft", "ft-vtab", "bit-small", "augreg-s16-i1k")
-FAST += ("plain-s16-i1k-90ep", "deit-s16-i1k", "deit3-s16-i1k", "deit3-b16-i1k-ft224", "masked-cifar10", "mae-cifar10")
+FAST = ("digits", "cifar10", "vit-b16-jft", "r50x1-jft", "r50+vit-b16-jft", "ft-vtab", "bit", "augreg-s16-i1k")
+FAST += ("plain-s16-i1k-90ep", "deit-s16-i1k", "deit3-s16-i1k", "deit3-ft224", "masked-cifar10", "mae-cifar10")
 
 
 @pytest.mark.parametrize(

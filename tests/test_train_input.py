@@ -147,6 +147,15 @@ def test_a_tracker_is_sent_every_number(tmp_path: Path, monkeypatch: pytest.Monk
     assert sent == [(3, "train/loss", 0.5), (3, "val/top1", 0.25), (3, "val/images", 8)]
 
 
+def test_runs_of_one_name_in_different_folders_are_different_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[dict[str, Any]] = []
+    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=lambda **named: begun.append(named)))
+    for folder in ("a/run", "b/run", "a/run"):
+        tracker(("wandb",), Path(folder), Config())
+    first, other, resumed = (named["id"] for named in begun)
+    assert first == resumed != other
+
+
 def test_status_has_the_exit_code_of_the_command(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     before_step(monkeypatch, 1, runs.fail(ValueError("an error of the user, found late")))
     assert error_of(capsys, "train", RECIPE, "--out", "run") == "plainvit: an error of the user, found late"

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from small_runs import Child, StoppedError, before_step, complete_run, litter, outcome, stalled, status, stopped_run
 
-from plainvit.analyse.curves import read_metrics
+from plainvit.analyse.curves import tabulate
 from plainvit.config import Augment, Optim
 from plainvit.data.resident import ResidentMemoryError
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
@@ -258,7 +258,7 @@ def test_metrics_have_times_and_the_resumption(copy: Path, capsys: pytest.Captur
     assert {name: event[name] for name in event if name != "time"} == {"event": "resumed", "step": 9, "processes": 1}
     assert lines[lines.index(event) + 1]["step"] == 10
     assert not any("event" in line for line in metrics(copy))
-    assert read_metrics(copy / "metrics.jsonl")["step"].tolist() == list(range(1, 13))
+    assert tabulate(metrics(copy))["step"].tolist() == list(range(1, 13))
 
 
 @pytest.mark.parametrize(

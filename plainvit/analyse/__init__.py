@@ -2,7 +2,7 @@
 
 reports      report (training run), evaluation, evaluation_report, analysis (model); page (HTML), run (folder)
 sections     scores, curves, confusion, gallery, masked: each with its figure and data
-analysis     subject (model and images), findings, maps, explorer; drawings has their figures
+analysis     subject (model and images), findings, explorer; drawings has their figures
 numbers      attention, embeddings
 style        figures: colours, fonts, how figures are saved
 """

@@ -11,16 +11,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
-
-from PIL import Image
+from typing import Unpack
 
 from plainvit.analyse import findings, page
-from plainvit.analyse.explorer import IMAGES, describe_omissions, explorer, plan_explorer
+from plainvit.analyse.attention import NotApplicableError
+from plainvit.analyse.explorer import explorer_section
 from plainvit.analyse.figures import save
-from plainvit.analyse.maps import analyse_maps
 from plainvit.analyse.page import Section
-from plainvit.analyse.subject import Finding, Findings, Subject, gather, resolve_images
+from plainvit.analyse.subject import Finding, Findings, Subject, gather, resolve_data
 from plainvit.disk import make_folder, write_text
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
@@ -28,13 +26,12 @@ from plainvit.runtime.display import Display
 from plainvit.runtime.folder import finite
 from plainvit.weights.pixels import Pixels
 
-LARGEST = 1_000_000  # bytes of a PNG with photographs
 # In the order of the report
 ANALYSES: dict[str, Callable[[Subject], Findings]] = {
     "embedding filters": findings.analyse_filters,
     "position similarity": findings.analyse_positions,
     "attention distance": findings.analyse_distance,
-    "attention maps": analyse_maps,
+    "attention maps": findings.analyse_maps,
 }
 
 
@@ -62,7 +59,7 @@ def analyse_model(
     """Writes the report and its figures to `out`."""
     if count < 1:
         raise ValueError(f"--count must be at least 1, got {count}")
-    data, data_root = resolve_images(model, images, data_root)
+    data, data_root = resolve_data(model, images, data_root)
     predictor = Predictor(model, device=device, precision="fp32", **pixels)
     subject = gather(predictor, data, split, data_root, count, model)
     subject.notes[:0] = subject.find_warnings()
@@ -84,7 +81,7 @@ def run_analyses(subject: Subject, display: Display) -> list[Finding]:
     for number, (name, analyse) in enumerate(ANALYSES.items(), 1):
         try:
             results.extend(analyse(subject))
-        except ValueError as error:
+        except NotApplicableError as error:
             omitted.setdefault(str(error), []).append(name)
         display.advance(number, name)
     subject.notes += [f"Omitted: {', '.join(names)} ({reason})." for reason, names in omitted.items()]
@@ -106,21 +103,19 @@ def display_name(model: str | Path) -> str:
 def _write_figure(finding: Finding, folder: Path) -> Path:
     """The figure as PNG, its data as JSON."""
     path = folder / f"{finding.name}.png"
-    save(finding.figure, path, LARGEST)
+    save(finding.figure, path)
     write_text(path.with_suffix(".json"), json.dumps(finite(finding.data)) + "\n")
     return path
 
 
 def _write_report(subject: Subject, results: list[Finding], name: str, path: Path) -> Path:
-    sections = [_make_section(finding) for finding in results]
-    script = ""
+    sections, script = [_make_section(finding) for finding in results], ""
     if isinstance(subject.model, ViT) and not subject.model.config.axial:
-        section, script = _explorer_section(subject)
+        section, script = explorer_section(subject)
         sections.insert(0, section)
     lead = page.element("p", _describe_subject(subject), class_="lead")
     lead = page.join((lead, *map(page.notice, subject.notes)))
-    text = page.render_page(f"Analysis of {name}", lead, sections, subtitle=["plainvit analyse"], script=script)
-    write_text(path, text)
+    write_text(path, page.render_page(f"Analysis of {name}", lead, sections, script=script))
     return path
 
 
@@ -138,28 +133,4 @@ def _describe_subject(subject: Subject) -> str:
 
 def _make_section(finding: Finding) -> Section:
     figure = finding.html or page.inline_figure(finding.figure, finding.title)
-    return page.make_section(finding.title, finding.text, figure, finding.table or "")
-
-
-def _explorer_section(subject: Subject) -> tuple[Section, str]:
-    plan = plan_explorer(subject.model, len(subject.images))
-    body, script = explorer(subject.model, subject.images, _explorer_images(subject), plan)
-    text = (
-        "Click a patch, or use the arrow keys, to see its attention; select a layer (Page Up, Page Down) and a head to "
-        "enlarge them. On dark images, switch to the heat map. "
-    )
-    if subject.model.config.class_token:
-        text += (
-            "The cell next to the image is the class token: it shows its fraction of the attention; click it to see "
-            "its own attention. "
-        )
-    text += describe_omissions(plan, subject.model, len(subject.images))
-    return page.make_section("Attention explorer", text, body), script
-
-
-def _explorer_images(subject: Subject) -> list[dict[str, Any]]:
-    images = subject.images[:IMAGES].permute(0, 2, 3, 1).numpy()
-    kind = "png" if subject.images.shape[-1] < page.CRISP else "jpeg"
-    sources = [page.data_url(Image.fromarray(image), kind, quality=88) for image in images]
-    rows = zip(sources, subject.names, subject.describe_predictions(IMAGES), strict=False)
-    return [{"source": source, "name": name, "prediction": prediction} for source, name, prediction in rows]
+    return page.make_section(finding.title, finding.text, figure)

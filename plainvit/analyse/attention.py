@@ -31,25 +31,24 @@ class AttentionReducer(Trace):
         self.layer += 1
 
 
+class NotApplicableError(ValueError):
+    """An analysis that the model's architecture does not support."""
+
+
 def require_vit(model: object) -> ViT:
     if not isinstance(model, ViT):
-        raise ValueError("this model has no attention: it is a ResNet")
+        raise NotApplicableError("this model has no attention: it is a ResNet")
     return model
 
 
 def require_global_attention(model: object) -> ViT:
     model = require_vit(model)
     if model.config.axial:
-        raise ValueError(
+        raise NotApplicableError(
             "attention maps are not supported for axial models: "
             "axial attention covers only one row or column of patches"
         )
     return model
-
-
-def check_layer(model: ViT, layer: int) -> None:
-    if not 0 <= layer < len(model.blocks):
-        raise ValueError(f"layer {layer} is out of range: this model has layers 0 to {len(model.blocks) - 1}")
 
 
 def split_batches(model: ViT, images: Tensor, layers: int = 1) -> Iterator[Tensor]:
@@ -92,7 +91,6 @@ def layer_distance(model: ViT, layer: int, attention: Tensor) -> Tensor:
 
 def patch_distances(model: ViT, layer: int) -> Tensor:
     """[n, n] pixels between the centres of the patches that a layer attends over."""
-    check_layer(model, layer)
     (h, w), (height, width) = model.config.grid, model.config.image_size
     y, x = torch.arange(h) * (height / h), torch.arange(w) * (width / w)
     axis = model.blocks[layer].axis

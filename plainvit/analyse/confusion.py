@@ -133,11 +133,10 @@ def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], dat
     rows = []
     for at in order.tolist():
         ratios = (page.percent(float(numbers[name][at])) for name in ("recall", "precision", "f1"))
-        measure = page.element("td", page.bar(float(recall[at])), class_="measure")
-        rows.append((classes[at], measure, *ratios, f"{images[at]:,.0f}"))
+        rows.append((page.join((classes[at], page.bar(float(recall[at])))), *ratios, f"{images[at]:,.0f}"))
     text = f"Lowest recall (accuracy within the class) first. Mean recall: {page.percent(recall[seen].mean())}."
     unseen = len(images) - len(seen)
     text += f" {page.pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
     link = page.element("p", "Data: ", page.element("a", data, href=data), ".", class_="note") if data else ""
-    titles = ["class", page.element("th", class_="measure"), "recall", "precision", "F1", "images"]
-    return page.make_section("Metrics by class", text, page.folded_table(titles, rows, (2, 3, 4, 5)), link)
+    titles = ["class", "recall", "precision", "F1", "images"]
+    return page.make_section("Metrics by class", text, page.folded_table(titles, rows, (1, 2, 3, 4)), link)

@@ -1,13 +1,11 @@
 """Learning curves of a run: metrics.jsonl as columns, a figure and a report section.
 
-table = read_metrics(Path("runs/digits/metrics.jsonl"))
+table = tabulate(metrics(Path("runs/digits")))
 save(draw_curves(table), Path("curves.png"))
 """
 
-import contextlib
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +14,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from plainvit.analyse.figures import COLOURS, PANEL, WRONG, new_figure, number, styled
+from plainvit.analyse.figures import COLOURS, PANEL, new_figure, number, styled
 from plainvit.analyse.page import Section, element, inline_figure, make_section, publish_figure
 
 TRAINING = ("epoch", "loss", "accuracy", "lr", "norm", "waiting", "skipped")
 METRICS = ("top1", "top5", "nll", "loss")  # loss: of runs without labels
-VALIDATION = tuple(f"{kind}_{name}" for kind in ("val", "val_ema") for name in METRICS)
+VALIDATION = tuple(f"val_{name}" for name in METRICS)
 BUCKETS = 120  # points of a curve of training steps
 
 Table = dict[str, np.ndarray]  # column -> values, NaN where missing; one row for each step, in order
 
 
-def read_metrics(path: Path) -> Table:
-    """The columns of metrics.jsonl; empty if the file does not exist."""
-    if not path.is_file():
-        return tabulate([])
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return tabulate(_parse_lines(file))
-
-
-def _parse_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """One object for each line; a line truncated by a crash is skipped."""
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(value := json.loads(line), dict):
-                yield value
-
-
-def tabulate(metrics: Iterable[Mapping[str, Any]]) -> Table:
+def tabulate(lines: Iterable[Mapping[str, Any]]) -> Table:
     """The lines of metrics.jsonl as columns. Where a resumed run repeated a step, the later line counts."""
     rows: dict[float, dict[str, float]] = {}
-    for line in metrics:
-        step = number(line.get("step"))
-        if not math.isnan(step) and "event" not in line:
+    for line in lines:
+        step = number(line["step"])
+        if not math.isnan(step):
             rows.setdefault(step, {"step": step}).update(_read_values(line))
     ordered = [rows[step] for step in sorted(rows)]
     return {
@@ -60,9 +42,8 @@ def _read_values(line: Mapping[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {}
     if "loss" in line:  # a training step; it replaces all columns of an earlier line
         values |= {name: number(line.get(name)) for name in TRAINING}
-    for kind in ("val", "val_ema"):
-        if isinstance(metrics := line.get(kind), Mapping):
-            values |= {f"{kind}_{name}": number(metrics.get(name)) for name in METRICS}
+    if isinstance(val := line.get("val"), Mapping):
+        values |= {f"val_{name}": number(val.get(name)) for name in METRICS}
     return values
 
 
@@ -76,19 +57,12 @@ def summarize(steps: np.ndarray, values: np.ndarray, buckets: int = BUCKETS) -> 
 
 # Drawing --------------------------------------------------------------------------------------------------------------
 
-_VALIDATED = "validation, averaged weights"
 # panel -> its title and its lines: (column, label, colour)
 _PANELS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
     "loss": ("Training loss", [("loss", "mean", "blue")]),
-    "top1": (
-        "Top-1 accuracy, %",
-        [("accuracy", "training", "grey"), ("val_top1", "validation", "blue"), ("val_ema_top1", _VALIDATED, "orange")],
-    ),
-    "nll": (
-        "Validation negative log-likelihood",
-        [("val_nll", "validation", "blue"), ("val_ema_nll", _VALIDATED, "orange")],
-    ),
-    "val_loss": ("Validation loss", [("val_loss", "validation", "blue")]),
+    "top1": ("Top-1 accuracy, %", [("accuracy", "training", "grey"), ("val_top1", "validation", "blue")]),
+    "nll": ("Validation negative log-likelihood", [("val_nll", "", "blue")]),
+    "val_loss": ("Validation loss", [("val_loss", "", "blue")]),
     "lr": ("Learning rate", [("lr", "", "blue")]),
     "norm": ("Gradient norm", [("norm", "mean", "blue")]),
     "waiting": ("Time spent waiting for data, %", [("waiting", "", "blue")]),
@@ -172,8 +146,8 @@ def _mark_skipped(axes: Axes, table: Table) -> None:
     if len(steps):
         chosen = steps[np.linspace(0, len(steps) - 1, min(len(steps), BUCKETS)).astype(int)]
         bottom = axes.get_xaxis_transform()  # x in steps, y as a fraction of the panel
-        height = np.full(len(chosen), 0.03)
-        axes.plot(chosen, height, "|", color=WRONG, markersize=7, transform=bottom, label="skipped (NaN or Inf)")
+        style = {"color": COLOURS["orange"], "markersize": 7, "label": "skipped (NaN or Inf)"}
+        axes.plot(chosen, np.full(len(chosen), 0.03), "|", transform=bottom, **style)
 
 
 def curves_section(table: Table, folder: Path) -> Section | None:

@@ -4,21 +4,18 @@ The title says what is drawn and its unit; colours that stand for numbers have a
 """
 
 import math
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from plainvit.analyse.embeddings import Filters, filters_to_rgb
-from plainvit.analyse.figures import COLOURS, PANEL, new_axes, printable, styled
+from plainvit.analyse.figures import COLOURS, PANEL, new_axes, styled
 
 MOST_TILES = 14  # positions along a side of the similarity figure
-RANDOM = "random order"
 
 
 @styled()
@@ -88,26 +85,8 @@ def draw_heads(values: np.ndarray, title: str, uniform: float) -> Figure:
     axes.set(xlim=(0.5, layers + 0.5), ylim=(0, 1.06 * max(uniform, float(np.nanmax(values)), 1e-6)))
     axes.set(xlabel="layer", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    _add_legend(figure, axes)
+    figure.legend(loc="outside lower left", ncols=3, columnspacing=1.2, fontsize=8)  # covers no data
     return figure
-
-
-@styled()
-def draw_deletion(fractions: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
-    """The probability of the predicted class as patches are hidden in each map's order."""
-    figure, axes = new_axes(PANEL)
-    for colour, (name, values) in zip(("blue", "orange", "green", "purple", "grey"), curves.items(), strict=False):
-        style, colour = ("--", "grey") if name == RANDOM else ("-", colour)
-        axes.plot(
-            100 * np.array(fractions), 100 * np.array(values), style, color=COLOURS[colour], label=name, marker="o"
-        )
-    axes.set(xlabel="patches hidden, %", title="Probability of the predicted class, %")
-    axes.set_ylim(0, max(axes.get_ylim()[1], 1e-6))
-    _add_legend(figure, axes)
-    return figure
-
-
-# Maps -----------------------------------------------------------------------------------------------------------------
 
 
 def overlay_heat(image: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -117,29 +96,3 @@ def overlay_heat(image: np.ndarray, values: np.ndarray) -> np.ndarray:
     large = Image.fromarray((255 * scaled).round().astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
     colours = 255 * colormaps["plasma"](np.asarray(large))[..., :3]
     return (0.25 * image.mean(2, keepdims=True) + 0.75 * colours).round().astype(np.uint8)
-
-
-@styled()
-def draw_maps(images: np.ndarray, maps: Mapping[str, np.ndarray], names: Sequence[str]) -> Figure:
-    """A row for each image: the image, then each map over it."""
-    columns, ratio = ["image", *maps], images.shape[1] / images.shape[2]
-    tall = 0.94 * ratio + 0.16
-    figure, axes = new_axes((1.5 * len(columns), 1.5 * tall * len(images) + 0.3))
-    smoothing = "nearest" if max(images.shape[1:3]) <= 64 else "antialiased"
-    for row, (image, name) in enumerate(zip(images, names, strict=True)):
-        y = row * tall
-        for x, tile in enumerate([image, *(overlay_heat(image, values[row]) for values in maps.values())]):
-            axes.imshow(tile, extent=(x, x + 0.94, y + 0.94 * ratio, y), interpolation=smoothing, aspect="equal")
-        below = {"fontsize": 6, "va": "top", "color": COLOURS["muted"], "parse_math": False}
-        axes.text(0, y + 0.94 * ratio + 0.02, printable(name, 60), **below)
-    for x, name in enumerate(columns):
-        axes.text(x + 0.47, -0.04, name, fontsize=7.5, ha="center", va="bottom")
-    axes.set(xlim=(-0.02, len(columns)), ylim=(tall * len(images), -0.14))
-    axes.set_axis_off()
-    return figure
-
-
-def _add_legend(figure: Figure, axes: Axes) -> None:
-    """Below the axes, so that it covers no data."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=3, columnspacing=1.2, fontsize=8)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plainvit.analyse.attention import NotApplicableError
 from plainvit.evaluate.statistics import rank_correlation
 from plainvit.models import ResNet, ViT
 from plainvit.models.positions import Positions
@@ -47,33 +48,26 @@ def filters(model: ViT | ResNet, count: int = TILES) -> Filters:
 def filters_to_rgb(tiles: np.ndarray) -> np.ndarray:
     """uint8 RGB: grey is 0; each tile is scaled by its largest absolute value."""
     if tiles.shape[-1] not in (1, 3):
-        raise ValueError(f"filters with {tiles.shape[-1]} channels cannot be drawn: expected 1 or 3")
+        raise NotApplicableError(f"filters with {tiles.shape[-1]} channels cannot be drawn: expected 1 or 3")
     scale = abs(tiles).max((1, 2, 3), keepdims=True)
     levels = 127.5 + 127.5 * tiles / np.where(scale > 0, scale, 1)
     return np.broadcast_to(levels.round().astype(np.uint8), (*levels.shape[:-1], 3))
 
 
 @torch.no_grad()
-def position_vectors(model: ViT, layer: int = 0) -> Tensor:
-    """[h, w, D]: position embeddings of the patches in a layer's table."""
+def position_vectors(model: ViT) -> Tensor:
+    """[h, w, D]: position embeddings of the patches, those of the first layer if each has its own."""
     if not model.positions:
         kind = model.config.posemb
-        raise ValueError(f"this model has posemb {kind!r}: it adds no position embeddings to the patches")
-    if not 0 <= layer < len(model.positions):
-        raise ValueError(f"layer {layer} has no position table: this model has tables 0 to {len(model.positions) - 1}")
-    return cast(Positions, model.positions[layer]).grid_table().view(*model.config.grid, -1)
+        raise NotApplicableError(f"this model has posemb {kind!r}: it adds no position embeddings to the patches")
+    return cast(Positions, model.positions[0]).grid_table().view(*model.config.grid, -1)
 
 
-def similarity(model: ViT, layer: int = 0) -> np.ndarray:
-    """[h, w, h, w] cosines of each position with all others."""
-    vectors = position_vectors(model, layer)
-    return cosines(vectors.flatten(0, 1)).reshape(*model.config.grid, *model.config.grid)
-
-
-def cosines(vectors: Tensor) -> np.ndarray:
-    """[n, n] cosine similarities; 0 for a zero vector."""
-    units = torch.nn.functional.normalize(vectors.detach().double(), dim=-1)
-    return (units @ units.mT).cpu().numpy()
+@torch.no_grad()
+def similarity(model: ViT) -> np.ndarray:
+    """[h, w, h, w] cosine similarity of each position with all others; 0 for a zero vector."""
+    units = torch.nn.functional.normalize(position_vectors(model).flatten(0, 1).double(), dim=-1)
+    return (units @ units.mT).cpu().numpy().reshape(*model.config.grid, *model.config.grid)
 
 
 @dataclass

@@ -32,7 +32,7 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     totals = int((~result.right).sum()), len(result.right)  # errors, images
     sections += [
         _calibration_section(result, folder),
-        predictions_section(errors, folder, "Most confident errors", totals),
+        predictions_section(errors, "Most confident errors", totals),
         _command_section(card),
         _settings_section(card),
     ]
@@ -73,7 +73,7 @@ def _calibration_section(result: Result, folder: Path) -> Section:
     rows = [["images", "mean probability", "accuracy"], *bins.tolist()]
     links = page.publish_figure(folder, "calibration", figure, rows)
     text = f"{summary[:1].upper()}{summary[1:]}. Expected calibration error: {page.points(result.calibration_error)} "
-    text += "(15 bins). Bars below the line: overconfident. Darker bars: more images."
+    text += "(15 bins). The line is perfect calibration; bars below it: overconfident. Darker bars: more images."
     return page.make_section("Calibration", text, page.inline_figure(figure, "Reliability diagram"), links)
 
 
@@ -86,9 +86,7 @@ def draw_calibration(bins: np.ndarray) -> figures.Figure:
         if count:
             opacity = 0.25 + 0.75 * float(np.sqrt(count / images.max()))
             axes.bar((at + 0.5) * width, height, 0.92 * width, color=figures.COLOURS["blue"], alpha=opacity)
-            axes.plot((at + 0.5) * width, height, "_", color=figures.COLOURS["blue"], markersize=9)
-    axes.plot([0, 1], [0, 1], color=figures.COLOURS["orange"], linewidth=1, label="perfect calibration")
-    axes.legend(loc="upper left")
+    axes.plot([0, 1], [0, 1], color=figures.COLOURS["orange"], linewidth=1)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="accuracy")
     return figure
 

@@ -1,19 +1,23 @@
-/* Click a patch of an image to see its attention in every layer and head that the page contains.
-   The page's data: {images: [{source, name, prediction, width, height}], grid: [h, w], keys, headKeys: [h, w] of the maps,
-   token: what the token before the patches is called, heads: [[number]] of each layer, means, singles: [image][png],
-   reads: whether the head reads that token alone, heat, crisp: how the images are drawn at first,
-   largest, largestSingles: [image][view][query] in per mille}. A png is a grey image with a row for each query (patches in reading
-   order, then the token) and a column for each key, scaled to the row's largest; a last column has the token's fraction. */
+/* Click a patch of an image to see its attention in every layer and head that the page contains. explorer.py writes the data:
+   maps[image][view] is the URL of a grey PNG with a row for each query (patches in reading order, then the token) and a column
+   for each cell of pool x pool patches, scaled to the row's largest value; a last column has the token's fraction.
+   largest[image][view][query] is that value in per mille. Views: for each layer its mean, then its heads if it is in
+   layersWithHeads. `reads` names the tokens that the head of the model reads, if it does not read the patches. */
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("explorer-data").textContent);
   const root = document.getElementById("explorer-stage");
-  const [rows, columns] = data.grid, patches = rows * columns, ratio = data.images[0].height / data.images[0].width;
+  const [rows, columns] = data.grid, patches = rows * columns, ratio = data.size[0] / data.size[1];
   const middle = (rows >> 1) * columns + (columns >> 1);
-  const layers = data.heads.length, singlesBefore = [];
-  data.heads.reduce((sum, heads, layer) => (singlesBefore[layer] = sum) + heads.length, 0);
-  const state = { image: 0, query: data.reads ? patches : middle, layer: layers - 1, head: null, heat: data.heat };
-  const decoded = new Map(), loadedImages = new Map();
+  const layers = [];
+  for (let layer = 0, next = 0; layer < data.layers; layer++) {
+    const mean = { at: next++, pool: data.pool }, heads = [];
+    if (data.layersWithHeads.includes(layer))
+      for (let head = 0; head < data.heads; head++) heads.push({ at: next++, pool: data.headPool });
+    layers.push({ mean, heads });
+  }
+  const state = { image: 0, query: data.reads ? patches : middle, layer: data.layers - 1, head: null, heat: data.heat };
+  const loadedImages = new Map(), decoded = new Map();
 
   function make(name, parent, settings = {}, attributes = {}) {
     const made = Object.assign(document.createElement(name), settings);
@@ -21,63 +25,67 @@
     return parent.appendChild(made);
   }
 
+  function newCanvas(width, height) {
+    const canvas = Object.assign(document.createElement("canvas"), { width, height });
+    return [canvas, canvas.getContext("2d", { willReadFrequently: true })];
+  }
+
   function load(source) {
-    if (!loadedImages.has(source)) loadedImages.set(source, new Promise((resolve, reject) => {
-      const loaded = new Image();
-      loaded.onload = () => resolve(loaded);
-      loaded.onerror = reject;
-      loaded.src = source;
-    }));
+    if (!loadedImages.has(source)) {
+      const image = Object.assign(new Image(), { src: source });
+      loadedImages.set(source, image.decode().then(() => image));
+    }
     return loadedImages.get(source);
   }
 
-  // A view is {kind: "means" or "singles", at, keys}: its grey values, one byte for each query and key
-  async function values(image, view) {
-    const key = [image, view.kind, view.at].join("/");
-    if (!decoded.has(key)) {
-      const loaded = await load("data:image/png;base64," + data[view.kind][image][view.at]);
-      const canvas = Object.assign(document.createElement("canvas"), { width: loaded.width, height: loaded.height });
-      const context = canvas.getContext("2d", { willReadFrequently: true });
-      context.drawImage(loaded, 0, 0);
-      const pixels = context.getImageData(0, 0, loaded.width, loaded.height).data;
-      decoded.set(key, Uint8Array.from({ length: pixels.length / 4 }, (_, i) => pixels[4 * i]));
+  // The grey values of a map, one byte for each query and cell
+  async function readMap(source) {
+    if (!decoded.has(source)) {
+      const image = await load(source), [, context] = newCanvas(image.width, image.height);
+      context.drawImage(image, 0, 0);
+      const pixels = context.getImageData(0, 0, image.width, image.height).data;
+      decoded.set(source, Uint8Array.from({ length: pixels.length / 4 }, (_, i) => pixels[4 * i]));
     }
-    return decoded.get(key);
-  }
-
-  // The image, dark where attention is low, or grey under a heat map; the selected patch has a frame
-  async function paint(canvas, view) {
-    busy(1);
-    try { await shade(canvas, view); } finally { busy(-1); }
+    return decoded.get(source);
   }
 
   let painting = 0;
-  const busy = (more) => { root.dataset.busy = String(painting += more); };
+  const countPainting = (more) => { root.dataset.busy = String(painting += more); };
 
-  async function shade(canvas, view) {
-    const { image, query } = state, ticket = (canvas.ticket = (canvas.ticket || 0) + 1);
-    const loaded = await load(data.images[image].source), grey = await values(image, view);
-    if (ticket !== canvas.ticket) return; // another one has been asked for meanwhile
-    const context = canvas.getContext("2d"), [down, across] = view.keys, size = down * across;
-    const { width, height } = canvas, first = query * (size + (data.token ? 1 : 0));
-    context.imageSmoothingEnabled = !data.crisp;
-    context.filter = state.heat ? "grayscale(1)" : "none";
-    context.drawImage(loaded, 0, 0, width, height);
-    context.filter = "none";
-    const small = Object.assign(document.createElement("canvas"), { width: across, height: down });
-    const over = small.getContext("2d").createImageData(across, down);
-    for (let i = 0; i < size; i++) over.data.set((state.heat ? hot : dimmed)(grey[first + i] / 255), 4 * i);
-    small.getContext("2d").putImageData(over, 0, 0);
-    context.imageSmoothingEnabled = false;
-    context.drawImage(small, 0, 0, width, height);
-    if (query < patches) frame(context, query, width, height);
-    if (canvas === main && token) showToken(grey[first + size] / 255);
+  async function paint(canvas, view) {
+    countPainting(1);
+    try { await drawMap(canvas, view); } finally { countPainting(-1); }
   }
 
-  // The overlay of a pixel, [red, green, blue, alpha], by its fraction of the largest: shade, or a colour
-  const dimmed = (fraction) => [0, 0, 0, 165 * (1 - fraction)];
+  // The image, dark where attention is low, or grey under a heat map; the selected patch has a frame
+  async function drawMap(canvas, { at, pool }) {
+    const { image, query } = state, ticket = (canvas.ticket = (canvas.ticket || 0) + 1);
+    const photo = await load(data.images[image].source), grey = await readMap(data.maps[image][at]);
+    if (ticket !== canvas.ticket) return; // another map was requested meanwhile
+    const context = canvas.getContext("2d"), { width, height } = canvas;
+    const down = Math.ceil(rows / pool), across = Math.ceil(columns / pool), cells = down * across;
+    const first = query * (cells + (data.token ? 1 : 0));
+    context.imageSmoothingEnabled = !data.crisp;
+    context.drawImage(photo, 0, 0, width, height);
+    if (state.heat) {
+      context.globalCompositeOperation = "saturation"; // with grey: the image without its colours
+      context.fillStyle = "#808080";
+      context.fillRect(0, 0, width, height);
+      context.globalCompositeOperation = "source-over";
+    }
+    const [small, smallContext] = newCanvas(across, down), overlay = smallContext.createImageData(across, down);
+    for (let i = 0; i < cells; i++) overlay.data.set((state.heat ? heatColour : shade)(grey[first + i] / 255), 4 * i);
+    smallContext.putImageData(overlay, 0, 0);
+    context.imageSmoothingEnabled = false; // the last row and column of cells may reach beyond the image
+    context.drawImage(small, 0, 0, (width * across * pool) / columns, (height * down * pool) / rows);
+    if (query < patches) drawFrame(context, query, width, height);
+    if (canvas === main && token) showToken(grey[first + cells] / 255);
+  }
+
+  // The overlay of a pixel, [red, green, blue, alpha], by its fraction of the largest value
+  const shade = (fraction) => [0, 0, 0, 165 * (1 - fraction)];
   const COLOURS = [[13, 8, 65], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]]; // as in .ramp.heat
-  function hot(fraction) {
+  function heatColour(fraction) {
     const at = fraction * (COLOURS.length - 1), low = Math.min(Math.floor(at), COLOURS.length - 2);
     return [...COLOURS[low].map((from, i) => from + (at - low) * (COLOURS[low + 1][i] - from)), 190];
   }
@@ -88,9 +96,9 @@
     token.setAttribute("aria-label", `the ${data.token}: ${tokenFraction.textContent} of the attention`);
   }
 
-  function frame(context, query, width, height) {
-    const x = query % columns, y = Math.floor(query / columns), thick = Math.max(2, width / 140);
-    context.lineWidth = thick;
+  function drawFrame(context, query, width, height) {
+    const x = query % columns, y = Math.floor(query / columns);
+    context.lineWidth = Math.max(2, width / 140);
     context.strokeStyle = "#ffb000";
     context.strokeRect((x * width) / columns, (y * height) / rows, width / columns, height / rows);
   }
@@ -118,15 +126,14 @@
   const words = make("p", left, { id: "explorer-words", className: "words" }, { "aria-live": "polite" });
 
   const choose = make("div", right, { className: "choose" }, { role: "group", "aria-label": "Image" });
-  const imageButtons = data.images.map((image, number) => {
-    const button = make("button", choose, { type: "button", title: image.name });
-    make("img", button, { src: image.source, alt: image.name, className: data.crisp ? "small" : "" });
-    button.onclick = () => change({ image: number });
+  const imageButtons = data.images.map(({ source, name }, image) => {
+    const button = make("button", choose, { type: "button", title: name, onclick: () => change({ image }) });
+    make("img", button, { src: source, alt: name, className: data.crisp ? "small" : "" });
     return button;
   });
   choose.hidden = data.images.length < 2;
 
-  function tile(parent, label, onclick) {
+  function makeTile(parent, label, onclick) {
     const button = make("button", parent, { type: "button", onclick });
     const canvas = make("canvas", button, { width: 160, height: Math.round(160 * ratio) });
     make("span", button, { textContent: label });
@@ -135,13 +142,9 @@
 
   make("h3", right, { textContent: "Layers, mean of their heads" });
   const layerStrip = make("div", right, { className: "strip layers" });
-  const layerTiles = data.heads.map((_, layer) => tile(layerStrip, "layer " + (layer + 1), () => change({ layer, head: null })));
+  const layerTiles = layers.map((_, layer) => makeTile(layerStrip, `layer ${layer + 1}`, () => change({ layer, head: null })));
   const title = make("h3", right), headStrip = make("div", right, { className: "strip heads" });
   let headTiles = [], headsOf = null;
-
-  // Views
-  const mean = (layer) => ({ kind: "means", at: layer, keys: data.keys });
-  const single = (layer, head) => ({ kind: "singles", at: singlesBefore[layer] + data.heads[layer].indexOf(head), keys: data.headKeys });
 
   function change(next) {
     Object.assign(state, next);
@@ -150,71 +153,64 @@
 
   function choosePatch(event) {
     const box = main.getBoundingClientRect();
-    const x = Math.floor(((event.clientX - box.left) / box.width) * columns);
-    const y = Math.floor(((event.clientY - box.top) / box.height) * rows);
-    const query = Math.min(Math.max(y, 0), rows - 1) * columns + Math.min(Math.max(x, 0), columns - 1);
-    if (query !== state.query) change({ query });
+    const clamp = (position, count) => Math.min(Math.max(Math.floor(position * count), 0), count - 1);
+    const x = clamp((event.clientX - box.left) / box.width, columns), y = clamp((event.clientY - box.top) / box.height, rows);
+    if (y * columns + x !== state.query) change({ query: y * columns + x });
   }
   main.onclick = choosePatch;
   main.onpointermove = (event) => { if (event.pointerType === "mouse" && event.buttons & 1) choosePatch(event); };
 
+  const MOVES = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }, PAGES = { PageUp: -1, PageDown: 1 };
   main.onkeydown = (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const { query, layer } = state, x = query % columns, y = Math.floor(query / columns), key = event.key;
-    const inside = query < patches;
-    if (key === "ArrowLeft" && inside && x > 0) change({ query: query - 1 });
-    else if (key === "ArrowRight" && inside && x < columns - 1) change({ query: query + 1 });
-    else if (key === "ArrowUp" && inside && y > 0) change({ query: query - columns });
-    else if (key === "ArrowDown" && inside && y < rows - 1) change({ query: query + columns });
-    else if (key === "PageUp" && layer > 0) change({ layer: layer - 1, head: null });
-    else if (key === "PageDown" && layer < layers - 1) change({ layer: layer + 1, head: null });
-    else if (key.startsWith("Arrow") && !inside) change({ query: middle });
-    else if (!key.startsWith("Arrow") && !key.startsWith("Page")) return;
+    const move = MOVES[event.key], page = PAGES[event.key];
+    if (event.ctrlKey || event.metaKey || event.altKey || !(move || page)) return;
     event.preventDefault();
+    if (page && layers[state.layer + page]) change({ layer: state.layer + page, head: null });
+    if (!move) return;
+    const x = (state.query % columns) + move[0], y = Math.floor(state.query / columns) + move[1];
+    if (state.query === patches) change({ query: middle });
+    else if (x >= 0 && x < columns && y >= 0 && y < rows) change({ query: y * columns + x });
   };
 
   function updateHeads() {
     if (headsOf === state.layer) return;
     headsOf = state.layer;
     headStrip.replaceChildren();
-    const heads = data.heads[state.layer];
-    headTiles = heads.map((head) => ({ head, ...tile(headStrip, "head " + (head + 1),
-      () => change({ head: state.head === head ? null : head })) }));
+    const { heads } = layers[state.layer];
+    headTiles = heads.map((_, head) => makeTile(headStrip, `head ${head + 1}`, () => change({ head: state.head === head ? null : head })));
     title.textContent = `Heads of layer ${state.layer + 1}` + (heads.length ? "" : ": omitted to keep this page small");
   }
 
-  function describe() {
+  function describe({ at, pool }) {
     const { image, query, layer, head } = state, prediction = data.images[image].prediction;
     const where = query === patches ? "the " + data.token :
       `the patch in row ${Math.floor(query / columns) + 1}, column ${(query % columns) + 1}`;
     const who = `Layer ${layer + 1}` + (head === null ? ", mean of its heads" : `, head ${head + 1}`);
-    const view = head === null ? mean(layer) : single(layer, head);
-    const largest = data[view.kind === "means" ? "largest" : "largestSingles"][image][view.at][query] / 10;
-    const even = (100 * patches) / (view.keys[0] * view.keys[1] * data.tokens);
-    const most = ` Largest value: ${largest.toFixed(1)} %; uniform attention: ` +
-      `${even.toFixed(1)} %.` + (largest < 2 * even ? " Nearly uniform: the scale of the map exaggerates the differences." : "");
-    const unread = data.reads && layer === layers - 1 && query < patches ?
-      ` Patches of the last layer do not affect the prediction: the head reads only the ${data.token}.` : "";
+    const largest = data.largest[image][at][query] / 10, uniform = (100 * pool * pool) / data.tokens;
+    const most = ` Largest value: ${largest.toFixed(1)} %; uniform attention: ${uniform.toFixed(1)} %.` +
+      (largest < 2 * uniform ? " Nearly uniform: the scale of the map exaggerates the differences." : "");
+    const unread = data.reads && layer === layers.length - 1 && query < patches ?
+      ` Patches of the last layer do not affect the prediction: the head reads only the ${data.reads}.` : "";
     words.textContent = `${who}: attention of ${where}.${unread}${most}` + (prediction ? ` Prediction: ${prediction}.` : "");
     main.setAttribute("aria-label", words.textContent);
   }
 
   function draw() {
-    const { image, layer, head, query } = state;
+    const { image, layer, head, query } = state, chosen = head === null ? layers[layer].mean : layers[layer].heads[head];
     updateHeads();
     imageButtons.forEach((button, number) => button.setAttribute("aria-pressed", number === image));
     if (token) token.setAttribute("aria-pressed", query === patches);
     ramp.classList.toggle("heat", state.heat);
     layerTiles.forEach(({ button, canvas }, number) => {
       button.setAttribute("aria-pressed", number === layer);
-      paint(canvas, mean(number));
+      paint(canvas, layers[number].mean);
     });
-    headTiles.forEach((one) => {
-      one.button.setAttribute("aria-pressed", one.head === head);
-      paint(one.canvas, single(layer, one.head));
+    headTiles.forEach(({ button, canvas }, number) => {
+      button.setAttribute("aria-pressed", number === head);
+      paint(canvas, layers[layer].heads[number]);
     });
-    paint(main, head === null ? mean(layer) : single(layer, head));
-    describe();
+    paint(main, chosen);
+    describe(chosen);
   }
   draw();
 })();

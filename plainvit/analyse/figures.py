@@ -31,7 +31,6 @@ from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from PIL import Image
 
 from plainvit.disk import write_atomically
 from plainvit.evaluate.outputs import write_rows
@@ -48,10 +47,8 @@ COLOURS = {
     "purple": "#a3568a",
     "grey": "#a9b1b8",
 }
-RIGHT, WRONG = COLOURS["green"], COLOURS["orange"]
 PANEL = (4.6, 2.7)  # inches
 DPI = 150
-LARGEST = 300_000  # bytes of a PNG
 
 _OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "Hiragino Sans", "PingFang SC")
 _OTHER_SCRIPTS += ("Apple SD Gothic Neo", "Microsoft YaHei", "Malgun Gothic", "Yu Gothic", "Noto Sans Devanagari")
@@ -127,22 +124,10 @@ def new_axes(panel: tuple[float, float] = PANEL) -> tuple[Figure, Axes]:
 
 
 @styled()
-def save(figure: Figure, path: Path, limit: int = LARGEST) -> None:
-    """Writes a PNG atomically; one above the limit gets fewer colours, then fewer pixels."""
-    dpi, data = float(DPI), _png(figure, DPI)
-    while len(data) > limit and dpi > 20:
-        data = _png(figure, dpi, colours=256)
-        dpi *= 0.95 * math.sqrt(limit / len(data))  # bytes are roughly proportional to pixels
-    write_atomically(path, lambda target: target.write_bytes(data))
-
-
-def _png(figure: Figure, dpi: float, colours: int = 0) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi, facecolor=COLOURS["paper"], pil_kwargs={"compress_level": 1})
-    image = Image.open(buffer).convert("RGB")
-    data = io.BytesIO()
-    (image.quantize(colours, Image.Quantize.FASTOCTREE) if colours else image).save(data, "PNG")
-    return data.getvalue()
+def save(figure: Figure, path: Path) -> None:
+    """Writes a PNG atomically."""
+    options = {"format": "png", "dpi": DPI, "facecolor": COLOURS["paper"]}
+    write_atomically(path, lambda target: figure.savefig(target, **options))
 
 
 @styled()

@@ -1,15 +1,11 @@
 """Images with their predictions: contact sheets (PNG) and the predictions section of a report.
 
 plainvit predict runs/photos photos/ --sheet sheet.png           contact_sheet(source, index, rows)
-plainvit data info photos/ --sheet sheet.png                     class_sheet(source)
 """
 
 import math
-import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,16 +16,14 @@ from PIL import Image
 from rich.cells import cell_len, set_cell_size
 
 from plainvit.analyse import page
-from plainvit.analyse.figures import COLOURS, RIGHT, WRONG, new_axes, number, printable, styled
+from plainvit.analyse.figures import COLOURS, new_axes, number, printable, styled
 from plainvit.analyse.page import Html, Section
 from plainvit.data.decode import ImageError
 from plainvit.data.sources import Source
 
 SIDE = 0.92  # of an image, in cells
-SHOWN = 24  # images in the figure of a report
 MOST = 96  # images of a contact sheet
 PIXELS = 192  # longer side of a thumbnail
-BYTES = 4_000_000  # of its PNG
 TALL = 1.3  # height of its cells, with the text below the image
 
 
@@ -58,7 +52,6 @@ class Cell(NamedTuple):
     label: str
     detail: str  # a smaller second line
     probability: float = math.nan  # NaN: not shown
-    colour: str = COLOURS["blue"]
 
 
 def choose_evenly(count: int, most: int = MOST) -> np.ndarray:
@@ -74,19 +67,9 @@ def contact_sheet(source: Source, index: Sequence[int] | np.ndarray, rows: Seque
 def _prediction_cell(source: Source, index: int, row: Mapping[str, Any]) -> Cell:
     image, name = thumbnail(source, index), str(row["name"]).rpartition("/")[2]
     if not row["predictions"]:
-        return Cell(image, "no prediction", name, colour=WRONG)
+        return Cell(image, "no prediction", name)
     best = row["predictions"][0]
     return Cell(image, str(best["label"]), name, number(best["probability"]))
-
-
-def class_sheet(source: Source) -> Figure:
-    """Images spread evenly over the classes, with class and file name."""
-    cells = []
-    for at in np.argsort(source.labels, kind="stable")[choose_evenly(len(source))].tolist():
-        label = source.labels[at]
-        name = source.name(at).rpartition("/")[2]
-        cells.append(Cell(thumbnail(source, at), source.classes[label] if label >= 0 else "no label", name))
-    return draw_cells(cells)
 
 
 def thumbnail(source: Source, index: int) -> np.ndarray | None:
@@ -100,9 +83,9 @@ def thumbnail(source: Source, index: int) -> np.ndarray | None:
 
 
 @styled()
-def draw_cells(cells: Sequence[Cell]) -> Figure:
-    """A grid of images with text below each."""
-    columns = min(max(len(cells), 1), 8 if len(cells) > 24 else 6)
+def draw_cells(cells: Sequence[Cell], columns: int = 0) -> Figure:
+    """A grid of images with text below each. columns: by default 6, or 8 for more than 24 images."""
+    columns = columns or min(max(len(cells), 1), 8 if len(cells) > 24 else 6)
     lines = max(math.ceil(len(cells) / columns), 1)
     figure, axes = new_axes((1.3 * columns, 1.3 * TALL * lines))
     for place, cell in enumerate(cells):
@@ -121,24 +104,20 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
         smoothing = "nearest" if max(height, width) <= 64 else "antialiased"
         axes.imshow(cell.image, extent=(x, x + w, y + h, y), interpolation=smoothing, aspect="auto")
     below: dict[str, Any] = {"va": "top", "parse_math": False, "clip_on": False}
-    label_colour = COLOURS["ink"] if cell.colour == COLOURS["blue"] else cell.colour
-    axes.text(left, top + SIDE + 0.07, shorten(cell.label, 15), fontsize=6.5, color=label_colour, **below)
+    label = shorten(cell.label, 22 if math.isnan(cell.probability) else 15)
+    axes.text(left, top + SIDE + 0.07, label, fontsize=6.5, color=COLOURS["ink"], **below)
     axes.text(left, top + SIDE + 0.19, shorten(cell.detail, 26, 10), fontsize=4.5, color=COLOURS["muted"], **below)
     if math.isnan(cell.probability):
         return
-    for length, colour in ((1.0, COLOURS["line"]), (cell.probability, cell.colour)):
+    for length, colour in ((1.0, COLOURS["line"]), (cell.probability, COLOURS["blue"])):
         axes.add_patch(Rectangle((left, top + SIDE + 0.02), SIDE * length, 0.025, facecolor=colour, linewidth=0))
     percent = f"{cell.probability:.0%}"
     axes.text(left + SIDE, top + SIDE + 0.07, percent, color=COLOURS["muted"], fontsize=6.5, ha="right", **below)
 
 
 def shorten(text: str, columns: int, ending: int = 0) -> str:
-    """Printable text of at most this many columns, of which `ending` are kept for its end.
-
-    East Asian characters take two columns. Emoji, which few fonts for figures have, become their names.
-    """
-    text = re.sub("[\U0001f000-\U0001ffff]", lambda emoji: f":{unicodedata.name(emoji[0], 'emoji').lower()}:", text)
-    text = printable(text.replace("\ufe0f", "").replace("\u200d", ""))  # joiners of emoji
+    """Printable text of at most this many columns, `ending` of them for its end. East Asian characters take two."""
+    text = printable(text)
     if cell_len(text) <= columns:
         return text
     start, end = set_cell_size(text, columns - 1 - ending), set_cell_size(text[::-1], ending)[::-1]
@@ -149,40 +128,27 @@ def shorten(text: str, columns: int, ending: int = 0) -> str:
 
 
 def predictions_section(
-    samples: Sequence[Sample], folder: Path, title: str = "Predictions", totals: tuple[int, int] | None = None
+    samples: Sequence[Sample], title: str = "Predictions", totals: tuple[int, int] | None = None
 ) -> Section | None:
-    """Errors first, the most confident at the top. Also writes figures/gallery.png and .csv.
-
-    totals: numbers of errors and images in the whole split.
-    """
+    """Errors first, the most confident at the top. totals: numbers of errors and images in the whole split."""
     if not samples:
         return None
     errors = [sample for sample in samples if not sample.is_correct]
     errors.sort(key=lambda sample: float(np.nan_to_num(-number(sample.probability), nan=1.0)))
     correct = [sample for sample in samples if sample.is_correct]
-    ordered = errors + correct
-    rows = [[sample.name, sample.truth, sample.prediction, sample.probability] for sample in ordered]
-    sheet = draw_cells(list(map(_sample_cell, ordered[:SHOWN])))
-    links = page.publish_figure(folder, "gallery", sheet, [["name", "truth", "prediction", "probability"], *rows])
-    parts = [page.element("p", _describe_selection(len(errors), len(ordered), totals), class_="note")]
+    parts = [page.element("p", _describe_selection(len(errors), len(correct), totals), class_="note")]
     for kind, group in (("Errors", errors), ("Correct", correct)):
         if group:
             parts.append(page.element("h3", kind, " ", page.element("span", len(group), class_="quiet")))
             parts.append(page.element("div", *map(_sample_card, group), class_="samples"))
-    return page.make_section(title, *parts, links)
+    return page.make_section(title, *parts)
 
 
-def _sample_cell(sample: Sample) -> Cell:
-    detail = sample.name.rpartition("/")[2] if sample.is_correct else f"true: {sample.truth}"
-    colour = RIGHT if sample.is_correct else WRONG
-    return Cell(sample.image, sample.prediction, detail, number(sample.probability), colour)
-
-
-def _describe_selection(wrong: int, shown: int, totals: tuple[int, int] | None) -> str:
+def _describe_selection(wrong: int, right: int, totals: tuple[int, int] | None) -> str:
     """Which predictions are shown: the selection may not reflect the accuracy."""
-    errors, images = totals or (wrong, shown)
-    correct = f"{shown - wrong:,} of {images - errors:,} correct predictions"
-    return f"Shown: {wrong:,} of {page.pluralize(errors, 'error')}, the most confident first, and {correct}."
+    errors, images = totals or (wrong, wrong + right)
+    text = f"Shown: {wrong:,} of {page.pluralize(errors, 'error')}, the most confident first"
+    return f"{text}, and {right:,} of {images - errors:,} correct predictions." if right else f"{text}."
 
 
 def _sample_card(sample: Sample) -> Html:

@@ -86,8 +86,9 @@ def render_page(
     subtitle: words of the small line above the title. The content security policy allows no script but the given one.
     """
     shown, words = [section for section in sections if section], " · ".join(filter(None, subtitle))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(_read("page.html")).substitute(
-        policy=POLICY + (f"; script-src {_digest(script)}" if script else ""),
+        policy=POLICY + (f"; script-src 'sha256-{digest}'" if script else ""),
         title=escape(title),
         style=_make_stylesheet(),
         eyebrow=element("p", words, class_="eyebrow") if words else "",
@@ -97,11 +98,6 @@ def render_page(
         footer="Made by plainvit. This page loads no external resources" + ("." if script else " and runs no scripts."),
         script=f"<script>{script}</script>" if script else "",
     )
-
-
-def _digest(script: str) -> str:
-    """The hash of a script for the content security policy."""
-    return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
 def _make_contents(sections: Sequence[Section]) -> Html:
@@ -129,8 +125,9 @@ def _read(name: str) -> str:
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Html:
     """A table; the columns in `numbers` are right-aligned."""
     aligned = dict.fromkeys(numbers, "number")
-    head = element("tr", *(_cell("th", title, aligned.get(at)) for at, title in enumerate(titles)))
-    body = [element("tr", *(_cell("td", value, aligned.get(at)) for at, value in enumerate(row))) for row in rows]
+    head = element("tr", *(element("th", title, class_=aligned.get(at)) for at, title in enumerate(titles)))
+    cells = ([element("td", value, class_=aligned.get(at)) for at, value in enumerate(row)] for row in rows)
+    body = [element("tr", *row) for row in cells]
     return element("div", element("table", element("thead", head), element("tbody", *body)), class_="scroll")
 
 
@@ -143,18 +140,9 @@ def folded_table(titles: Sequence[str], rows: Sequence[Sequence[object]], number
     return join(parts)
 
 
-def _cell(name: str, value: object, kind: str | None) -> Html:
-    """Html that already is a cell is not wrapped."""
-    return value if isinstance(value, Html) and value.startswith(f"<{name}") else element(name, value, class_=kind)
-
-
-def pairs(values: Mapping[str, object], changed: Iterable[str] = ()) -> Html:
-    """A table of names and values; those in `changed` are highlighted."""
-    marked = dict.fromkeys(changed, "changed")
-    rows = [
-        element("tr", element("td", key, class_="key"), element("td", value), class_=marked.get(key))
-        for key, value in values.items()
-    ]
+def pairs(values: Mapping[str, object]) -> Html:
+    """A table of names and values."""
+    rows = [element("tr", element("td", key, class_="key"), element("td", value)) for key, value in values.items()]
     return element("table", element("tbody", *rows), class_="pairs")
 
 
@@ -167,12 +155,12 @@ def notice(*words: object, warning: bool = False) -> Html:
     return element("p", *words, class_="notice warning" if warning else "notice")
 
 
-def fact(name: str, value: str, *under: object, chief: bool = False) -> Html:
+def fact(name: str, value: str, *under: object, is_headline: bool = False) -> Html:
     """A large number with its name above and notes below."""
     below = [element("dd", line, class_="under") for line in under if line]
     digits, space, unit = value.partition(SPACE)
     large = element("dd", digits, space, element("small", unit) if unit else "")
-    return element("div", element("dt", name), large, *below, class_="fact chief" if chief else "fact")
+    return element("div", element("dt", name), large, *below, class_="fact headline" if is_headline else "fact")
 
 
 def code_block(line: str) -> Html:
@@ -183,9 +171,8 @@ def inline_figure(figure: Figure, label: str) -> Html:
     """A figure at the scale of all figures; a wide one scrolls on a phone instead of shrinking."""
     inches = figure.get_figwidth()
     kind, width = "plot wide" if inches > WIDE else "plot", f"--width:{inches * SCALE:.1f}rem"
-    return element(
-        "figure", Html(figures.to_svg(figure, label)), class_=kind, style=width
-    )  # matplotlib escapes its text
+    svg = Html(figures.to_svg(figure, label))  # matplotlib escapes its text
+    return element("figure", svg, class_=kind, style=width)
 
 
 def publish_figure(

@@ -3,7 +3,7 @@
 from plainvit.analyse.report import Sample, write_report
 write_report(Path("runs/digits"), samples)   # runs/digits/report.html
 
-It shows what the folder contains and lists what is missing.
+It shows what the folder contains.
 """
 
 import math
@@ -21,7 +21,7 @@ from plainvit.analyse.figures import number, printable
 from plainvit.analyse.gallery import Sample, predictions_section
 from plainvit.analyse.masked import read_masked_figures
 from plainvit.analyse.page import Html, Section
-from plainvit.analyse.run import Run, as_dict, read_run
+from plainvit.analyse.run import Run, read_run
 from plainvit.analyse.scores import make_facts, make_headline
 from plainvit.config import Config, to_json
 from plainvit.disk import write_text
@@ -52,7 +52,7 @@ def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") 
         curves_section(run.curves, folder),
         _masked_section(run),
         *_confusion_sections(run),
-        predictions_section(samples, folder, totals=_count_errors(run)),
+        predictions_section(samples, totals=_count_errors(run)),
         _command_section(run),
         _settings_section(run),
         _machine_section(run),
@@ -73,16 +73,13 @@ def _summarize(run: Run) -> Html:
 
 def _describe_training(run: Run) -> str:
     """Model, initialisation, objective and data."""
-    words = [_describe_model(as_dict(run.config.get("model")), run.config.get("init"))]
-    words.append(f", fine-tuned from {run.config['init']}" if run.config.get("init") else ", trained from scratch")
-    words.append(OBJECTIVES.get(str(run.config.get("objective")), ""))
-    if run.config.get("data"):
-        words.append(f" on {run.config['data']}")
-    images, names = run.images("train"), run.data.get("classes")
-    sizes = [] if math.isnan(images) else [page.pluralize(images, "training image")]
-    sizes += [page.pluralize(len(names), "class", "classes")] if isinstance(names, list) else []
-    words.append(f": {' of '.join(sizes)}" if sizes else "")
-    return "".join(words) + "."
+    init, data = run.config.get("init"), run.config.get("data")
+    text = _describe_model(run.config.get("model") or {}, init)
+    text += f", fine-tuned from {init}" if init else ", trained from scratch"
+    text += OBJECTIVES.get(str(run.config.get("objective")), "") + (f" on {data}" if data else "")
+    sizes = [page.pluralize(run.images("train"), "training image")] if "splits" in run.data else []
+    sizes += [page.pluralize(len(run.classes), "class", "classes")] if run.classes else []
+    return f"{text}: {' of '.join(sizes)}." if sizes else f"{text}."
 
 
 def _describe_model(model: Mapping[str, Any], init: object) -> str:
@@ -90,11 +87,9 @@ def _describe_model(model: Mapping[str, Any], init: object) -> str:
     if not kind:
         return "The model of its initial weights" if init else "A model"
     kind = "A hybrid ResNet and Vision Transformer" if model.get("stem") else kind
-    texts = []
-    for name in ("depth", "width", "heads", "blocks", "patch", "image_size"):
-        if name in model:
-            sides = model[name] if isinstance(model[name], list) else [model[name]]
-            texts.append(f"{name.replace('_', ' ')} {' x '.join(map(str, sides))}")
+    names = [name for name in ("depth", "width", "heads", "blocks", "patch", "image_size") if name in model]
+    values = [" x ".join(map(str, value)) if isinstance(value := model[name], list) else value for name in names]
+    texts = (f"{name.replace('_', ' ')} {value}" for name, value in zip(names, values, strict=True))
     return f"{kind} ({', '.join(texts)})"
 
 
@@ -102,13 +97,12 @@ def _headline(run: Run) -> list[Html]:
     """The main result: on test images, else validation images, else the last validation during training."""
     if result := run.result(run.split):
         return [make_headline(result, page.SPLIT[run.split])]
-    for column, name in (("val_top1", ""), ("val_ema_top1", " of the averaged weights")):
-        rows = np.flatnonzero(np.isfinite(run.curves[column]))
-        if len(rows):
-            step, top1 = float(run.curves["step"][rows[-1]]), float(run.curves[column][rows[-1]])
-            note = f"last of {page.pluralize(len(rows), 'validation')} during training, at step {step:,.0f}"
-            return [page.fact(f"validation top-1 accuracy{name}", page.percent(top1), note, chief=True)]
-    return []
+    rows = np.flatnonzero(np.isfinite(run.curves["val_top1"]))
+    if not len(rows):
+        return []
+    step, top1 = (float(run.curves[column][rows[-1]]) for column in ("step", "val_top1"))
+    note = f"last of {page.pluralize(len(rows), 'validation')} during training, at step {step:,.0f}"
+    return [page.fact("validation top-1 accuracy", page.percent(top1), note, is_headline=True)]
 
 
 def _facts(run: Run) -> list[Html]:
@@ -138,8 +132,8 @@ def _first_result_facts(run: Run) -> list[Html]:
 def _step_facts(run: Run) -> list[Html]:
     """Steps that were taken; next to them the steps asked for, if --hours allowed fewer."""
     recorded, epochs = run.curves["step"], run.curves["epoch"][np.isfinite(run.curves["epoch"])]
-    taken, planned = number(run.results.get("steps")), number(run.results.get("steps_asked"))
-    taken = float(recorded[-1]) if math.isnan(taken) and len(recorded) else taken
+    planned = number(run.results.get("steps_asked"))
+    taken = number(run.results.get("steps", recorded[-1] if len(recorded) else None))
     if math.isnan(taken):
         return []
     hours = number(run.config.get("hours"))
@@ -164,9 +158,6 @@ def _notices(run: Run) -> Iterable[Html]:
         top1, step = page.percent(number(better.get("top1")), run.images("val")), number(better.get("step"))
         text = f"Step {step:,.0f} had a higher validation accuracy, {top1}: use --patience N to keep the best weights."
         yield page.notice(f"The final weights are those of the last step. {text}")
-    if run.problems:
-        files = [page.join((page.element("code", name), f" ({reason})")) for name, reason in run.problems]
-        yield page.notice("Missing files: ", Html(", ".join(files)), ".")
 
 
 def _state_notices(run: Run) -> Iterable[Html]:
@@ -199,7 +190,7 @@ def _masked_section(run: Run) -> Section | None:
         image = page.embed_image(pixels, label, max(pixels.shape[:2]))
         parts += [page.element("h3", f"Step {step:,}"), page.element("div", image, class_="scroll")]
     note = "From top to bottom: held-out images, model input (masked patches in grey), predictions."
-    if as_dict(run.config.get("masked")).get("normalise"):
+    if run.config.get("masked", {}).get("normalise"):
         note += " Mean and contrast of each patch are taken from the image: they are not predicted."
     return page.make_section("Masked prediction", note, *parts) if parts else None
 
@@ -214,46 +205,35 @@ def _confusion_sections(run: Run) -> list[Section]:
     matrix = run.confusion()
     if matrix is None:
         return []
-    classes = run.classes(len(matrix))
-    section = confusion_section(matrix, classes, page.SPLIT[run.split], run.folder)
-    return [section, class_section(measure_classes(matrix), classes)]
+    section = confusion_section(matrix, run.classes, page.SPLIT[run.split], run.folder)
+    return [section, class_section(measure_classes(matrix), run.classes)]
 
 
 def _command_section(run: Run) -> Section | None:
     parts: list[str] = []
     if command := run.environment.get("command"):
-        known = {"seed": run.config.get("seed"), "commit": run.environment.get("commit")}
-        words = " and ".join(f"{name} {value}" for name, value in known.items() if value is not None)
-        note = page.element("p", f"With {words}.", class_="note") if words else ""
-        parts += ["Run it again:", page.code_block(str(command)), note]
+        parts += ["Run it again:", page.code_block(str(command))]
     if run.status.get("state") == "done" or (run.folder / "model.safetensors").exists():
-        folder, weights = (shlex.quote(str(path)) for path in (run.folder, run.folder / "model.safetensors"))
-        data = {"--data": run.config.get("data"), "--data-root": run.config.get("data_root")}
-        flags = "".join(f" {flag} {shlex.quote(str(value))}" for flag, value in data.items() if value)
-        parts += ["Inspect the weights:", page.code_block(f"plainvit inspect {weights}")]
-        parts += ["Fine-tune the weights:", page.code_block(f"plainvit finetune --init {folder}{flags}")]
+        folder = shlex.quote(str(run.folder))
+        parts += ["Show what the model has learned:", page.code_block(f"plainvit analyse {folder}")]
+        parts += ["Fine-tune it on your photos:", page.code_block(f"plainvit finetune --init {folder} --data DIR")]
     return page.make_section("Commands", *parts) if parts else None
 
 
 def _settings_section(run: Run) -> Section | None:
     if not run.config:
         return None
-    settings, defaults = flatten(run.config), flatten(to_json(Config()))
-    changed = [key for key, value in settings.items() if key in defaults and defaults[key] != value]
-    values = {key: _format_value(value) for key, value in settings.items()}
-    summary = page.element("summary", page.pluralize(len(values), "setting"))
-    note = page.element("p", "Settings that differ from the defaults are bold.", class_="note")
-    folded = page.element("details", summary, note, page.pairs(values, changed))
-    return page.make_section("Settings", _data_table(run), folded)
+    defaults = flatten(to_json(Config()))
+    changed = {key: _format_value(value) for key, value in flatten(run.config).items() if defaults.get(key) != value}
+    summary = page.element("summary", f"{page.pluralize(len(changed), 'setting')} that differ from the defaults")
+    return page.make_section("Settings", _data_table(run), page.element("details", summary, page.pairs(changed)))
 
 
 def _data_table(run: Run) -> Html:
     """The number of images of each split, and the fingerprint of their names and labels."""
     values = {}
-    for name, part in as_dict(run.data.get("splits")).items():
-        images, fingerprint = run.images(name), as_dict(part).get("fingerprint", page.NONE)
-        count = page.NONE if math.isnan(images) else page.pluralize(images, "image")
-        values[page.SPLIT.get(name, name)] = f"{count}, fingerprint {fingerprint}"
+    for name, part in run.data.get("splits", {}).items():
+        values[page.SPLIT[name]] = f"{page.pluralize(part['images'], 'image')}, fingerprint {part['fingerprint']}"
     return page.pairs(values) if values else Html("")
 
 
@@ -280,7 +260,4 @@ def _format_value(value: object) -> str:
 
 def _machine_section(run: Run) -> Section | None:
     values = {key: _format_value(value) for key, value in flatten(run.environment).items() if key != "command"}
-    seconds = number(run.environment.get("seconds"))
-    if seconds >= 60:
-        values["seconds"] += f" ({readable(seconds)})"
     return page.make_section("Machine", page.pairs(values)) if values else None

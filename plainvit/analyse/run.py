@@ -1,7 +1,7 @@
-"""Reads a run folder; files may be missing, truncated or invalid.
+"""Reads a run folder for its report.
 
 run = read_run(Path("runs/digits"))
-run.results["test"], run.curves["loss"], run.problems
+run.results["test"], run.curves["loss"]
 """
 
 from dataclasses import dataclass
@@ -10,24 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from plainvit.analyse.curves import Table, read_metrics, tabulate
+from plainvit.analyse.curves import Table, tabulate
 from plainvit.analyse.figures import number, printable
 from plainvit.analyse.page import SPLIT
 from plainvit.disk import read_json
+from plainvit.runtime.folder import metrics
 
-FILES = {
-    "config.json": "the settings",
-    "data.json": "the names of the classes and the number of images",
-    "metrics.jsonl": "the learning curves",
-    "results.json": "the evaluation of the final weights",
-    "environment.json": "the machine, the versions and the command",
-    "status.json": "how the run ended",
-}
+FILES = ("config", "data", "results", "environment", "status")
 
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run folder; missing parts are empty."""
+    """The contents of a run folder; files that do not exist yet are empty."""
 
     folder: Path
     config: dict[str, Any]
@@ -36,52 +30,28 @@ class Run:
     environment: dict[str, Any]
     status: dict[str, Any]
     curves: Table
-    problems: tuple[tuple[str, str], ...]  # (file, reason) of missing or unreadable files
 
     @property
     def split(self) -> str:
         """The split that the report shows: test if there is one."""
-        return next((split for split in SPLIT if self.result(split)), "")
+        return next((split for split in SPLIT if split in self.results), "")
 
     def result(self, split: str) -> dict[str, Any]:
-        return as_dict(self.results.get(split))
+        return self.results.get(split, {})
 
     def images(self, split: str) -> float:
-        return number(as_dict(as_dict(self.data.get("splits")).get(split)).get("images"))
+        return number(self.data.get("splits", {}).get(split, {}).get("images"))
+
+    @property
+    def classes(self) -> list[str]:
+        return list(map(printable, self.data.get("classes", [])))
 
     def confusion(self) -> np.ndarray | None:
-        """Counts [true class, predicted class] of the split; None if missing or malformed."""
-        try:
-            matrix = np.array(self.result(self.split).get("confusion"), float)
-        except (TypeError, ValueError):
-            return None
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            return None
-        matrix = np.nan_to_num(matrix, nan=0, posinf=0, neginf=0).clip(0)
-        return matrix if matrix.any() else None
-
-    def classes(self, count: int) -> list[str]:
-        """Class names, with a number for each missing name."""
-        names = self.data.get("classes")
-        names = [printable(name) for name in names] if isinstance(names, list) else []
-        return names[:count] + [f"class {index}" for index in range(len(names), count)]
-
-
-def as_dict(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+        """Counts [true class, predicted class] of the split; None if there are none."""
+        counts = self.result(self.split).get("confusion")
+        return np.array(counts, float) if counts else None
 
 
 def read_run(folder: Path) -> Run:
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: expected a run folder, such as runs/NAME")
-    values: dict[str, Any] = {name.partition(".")[0]: {} for name in FILES} | {"metrics": tabulate([])}
-    problems: list[tuple[str, str]] = []
-    for name, meaning in FILES.items():
-        read = read_metrics if name == "metrics.jsonl" else read_json
-        try:
-            values[name.partition(".")[0]] = read(folder / name)
-            if not (folder / name).is_file():
-                problems.append((name, meaning))
-        except (OSError, ValueError) as error:
-            problems.append((name, f"{meaning}; cannot be read: {error}"))
-    return Run(folder=folder, curves=values.pop("metrics"), problems=tuple(problems), **values)
+    parts = {name: read_json(folder / f"{name}.json") for name in FILES}
+    return Run(folder, **parts, curves=tabulate(metrics(folder)))

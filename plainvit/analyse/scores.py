@@ -18,11 +18,11 @@ def make_headline(scores: Mapping[str, Any], split: str = "") -> Html:
     if "top1" not in scores and "loss" in scores:
         accuracy = number(scores.get("accuracy"))
         note = "on masked pixels" if math.isnan(accuracy) else f"{percent(accuracy)} of the masked colours correct"
-        return fact(f"{split} loss", f"{number(scores['loss']):.4f}", note, chief=True)
+        return fact(f"{split} loss", f"{number(scores['loss']):.4f}", note, is_headline=True)
     correct = "" if math.isnan(top1 * images) else f"{top1 * images:,.0f} of {pluralize(images, 'image')} correct"
     notes = " · ".join(filter(None, (_format_interval(scores), correct)))
     chance = "" if math.isnan(majority) else f"chance level {percent(majority)}"
-    return fact(f"{split} top-1 accuracy".strip(), percent(top1, images), notes, chance, chief=True)
+    return fact(f"{split} top-1 accuracy".strip(), percent(top1, images), notes, chance, is_headline=True)
 
 
 def make_facts(scores: Mapping[str, Any], split: str = "") -> list[Html]:

@@ -1,9 +1,9 @@
 """What is analysed (a model and images), and what an analysis returns (figures with text).
 
 subject = gather(Predictor("runs/photos"), "photos/", split="", data_root="", count=128)
-next(analyse_filters(subject)).figure            one of the analyses in findings.py and maps.py
+next(analyse_filters(subject)).figure            one of the analyses in findings.py
 
-An analysis that does not apply to a model raises a ValueError with the reason, which the report shows.
+An analysis that does not apply to a model raises NotApplicableError with the reason, which the report shows.
 """
 
 from collections.abc import Iterator
@@ -86,7 +86,6 @@ class Finding:
     figure: Figure
     data: dict[str, Any]
     html: Html | None = None  # shown in the report instead of the figure
-    table: Html | None = None  # shown below it
 
 
 Findings = Iterator[Finding]
@@ -95,10 +94,10 @@ Findings = Iterator[Finding]
 # Images ---------------------------------------------------------------------------------------------------------------
 
 
-def resolve_images(model: str | Path, images: str, data_root: str) -> tuple[str, str]:
+def resolve_data(model: str | Path, data: str, data_root: str) -> tuple[str, str]:
     """(data, data root); without --data, those of the run."""
-    if images:
-        return images, data_root
+    if data:
+        return data, data_root
     stored = run_settings(model)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
         raise ValueError("--data is required: give a folder, or a dataset name (see `plainvit data info`)")

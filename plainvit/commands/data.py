@@ -7,22 +7,11 @@ from pathlib import Path
 from plainvit.commands.parsing import Data, DataRoot, Json, print_result
 
 
-def info(data: Data, /, *, sheet: Path | None = None, data_root: DataRoot = None, json: Json = False) -> None:
-    """Show the images, classes, sizes and fingerprint of each split.
-
-    Args:
-        sheet: Write a contact sheet of the first split to this PNG file
-    """
+def info(data: Data, /, *, data_root: DataRoot = None, json: Json = False) -> None:
+    """Show the images, classes, sizes and fingerprint of each split."""
     from plainvit.data import check as checks
 
-    sources = checks.splits(data, data_root)
-    report = checks.info(data, sources)
-    if sheet:
-        from plainvit.analyse.figures import save
-        from plainvit.analyse.gallery import BYTES, class_sheet
-
-        save(class_sheet(next(iter(sources.values()))), sheet, BYTES)
-        report["sheet"] = str(sheet)
+    report = checks.info(data, checks.splits(data, data_root))
     print_result(report, None if json else checks.info_table(report))
 
 

@@ -174,9 +174,9 @@ def _predict_rows(
 
 def _draw_sheet(source: "Source", drawn: list[int], rows: list[dict[str, Any]], sheet: Path) -> None:
     from plainvit.analyse.figures import save
-    from plainvit.analyse.gallery import BYTES, contact_sheet
+    from plainvit.analyse.gallery import contact_sheet
 
-    save(contact_sheet(source, drawn, rows), sheet, BYTES)
+    save(contact_sheet(source, drawn, rows), sheet)
 
 
 def _describe_trust(model: str, sheet: Path | None) -> list[str]:

@@ -32,7 +32,7 @@ def recipe(name: str, data: DataSummary | None = None) -> Config:
     """
     make = _find(name)
     try:
-        config = make(data=data) if data and takes_data(name) else make()
+        config = make(data=data) if data and _has_data_parameter(make) else make()
     except Exception as error:
         if not in_file(name):
             raise
@@ -44,7 +44,11 @@ def recipe(name: str, data: DataSummary | None = None) -> Config:
 
 def takes_data(name: str) -> bool:
     """Whether a recipe depends on the dataset."""
-    return "data" in inspect.signature(_find(name)).parameters
+    return _has_data_parameter(_find(name))
+
+
+def _has_data_parameter(make: Recipe) -> bool:
+    return "data" in inspect.signature(make).parameters
 
 
 SMALL_SIDE = 96  # images up to this many pixels are small

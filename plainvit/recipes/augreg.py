@@ -18,13 +18,10 @@ from plainvit.recipes import Recipe, describe_recipe
 # 30: the same number rotates and shifts a third as far. The number is kept, because a replication of big_vision's
 # S/16 with torchvision's (2, 10) matched the original.
 LEVELS: dict[str, tuple[tuple[int, int], float]] = {
-    "none": ((0, 0), 0.0),
     "light1": ((2, 0), 0.0),
-    "light2": ((2, 10), 0.2),
     "medium1": ((2, 15), 0.2),
     "medium2": ((2, 15), 0.5),
     "strong1": ((2, 20), 0.5),
-    "strong2": ((2, 20), 0.8),
 }
 
 

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from plainvit.disk import DiskError, read_json, sync_folder, write_synced
+from plainvit.errors import first_line
 from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import full_tensor
 
@@ -79,7 +80,7 @@ class Checkpoints:
                 (self.folder / f"step-{newer:08d}").rename(target)
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], best: int | None) -> None:
-        temporary = self.folder / f".tmp-{step:08d}-{self.world.launch or 'alone'}"
+        temporary = self.folder / f".tmp-{step:08d}"
         try:
             self.folder.mkdir(exist_ok=True)
             temporary.mkdir(exist_ok=True)
@@ -91,8 +92,8 @@ class Checkpoints:
             self._prune(best)
         except Exception as error:  # raised in the main thread by the next save
             shutil.rmtree(temporary, ignore_errors=True)
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self._failure = DiskError(f"cannot save the checkpoint of step {step} in {self.folder}: {reason}")
+            message = f"cannot save the checkpoint of step {step} in {self.folder}: {first_line(error)}"
+            self._failure = DiskError(message)
 
     def _publish(self, temporary: Path, target: Path) -> None:
         """Renames the complete folder, and deletes an older checkpoint of the same step, which was damaged."""

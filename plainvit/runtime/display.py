@@ -115,7 +115,8 @@ class Display:
 
 def readable(seconds: float) -> str:
     """A duration: 85 -> 1m25s."""
-    if seconds < 60:
-        return f"{seconds:.0f}s"
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
-    return f"{hours}h{minutes % 60:02d}m" if hours else f"{minutes}m{int(seconds % 60):02d}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

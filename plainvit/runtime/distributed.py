@@ -9,7 +9,6 @@ torchrun starts and restarts the processes. Without it there is one process, and
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import threading
 import time
@@ -25,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from plainvit.device import choose_device
 from plainvit.disk import exit_code
+from plainvit.errors import first_line
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")
@@ -47,7 +47,6 @@ class World:
     rank: int = 0
     size: int = 1
     device: str = "cpu"
-    launch: str = ""  # random token, equal in all processes of one start
 
     @property
     def is_main(self) -> bool:
@@ -90,7 +89,7 @@ class World:
         except (ValueError, OSError) as failure:
             if self.size == 1:
                 raise
-            error = f"{exit_code(failure)} {str(failure).splitlines()[0]}"
+            error = f"{exit_code(failure)} {first_line(failure)}"
         for rank, reported in enumerate(self.gather_strings(error)):
             if reported:
                 code, _, message = reported.partition(" ")
@@ -116,22 +115,21 @@ def join(device: str, timeout: float) -> World:
     device = choose_device(device, local_rank, local_size)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    backend = "gloo"
-    if device.startswith("cuda"):
+    is_cuda = device.startswith("cuda")
+    if is_cuda:
         torch.cuda.set_device(device)
-        backend = "nccl"
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store = _connect_store(rank, size, timedelta(seconds=timeout))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        options = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=timeout)}
+        dist.init_process_group("nccl" if is_cuda else "gloo", store=store, **options)
     except (RuntimeError, ValueError, LookupError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"rank {rank} cannot connect to MASTER_ADDR:MASTER_PORT {address}: {reason}") from error
+        message = f"rank {rank} cannot connect to MASTER_ADDR:MASTER_PORT {address}: {first_line(error)}"
+        raise ValueError(message) from error
     count, limit = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if rank == 0 and count != "0":
         log.warning("a process failed: restart %s of %s from the last checkpoint", count, limit)
-    token = World(rank, size, device).gather_strings(secrets.token_hex(4) if rank == 0 else "")[0]
-    return World(rank, size, device, token)
+    return World(rank, size, device)
 
 
 def end_with_parent() -> None:
@@ -144,12 +142,12 @@ def end_with_parent() -> None:
     end_after(wait_for_parent)
 
 
-def end_after(gone: Callable[[], object]) -> None:
-    """Ends this process once `gone` returns; without it, children of a killed process would keep the device busy."""
+def end_after(wait: Callable[[], object]) -> None:
+    """Ends this process once `wait` returns; without it, children of a killed process would keep the device busy."""
     name = "end with parent"
 
     def watch() -> None:
-        gone()
+        wait()
         os.kill(os.getpid(), signal.SIGTERM)  # the training loop saves a checkpoint and exits
         time.sleep(GRACE)
         os._exit(128 + signal.SIGTERM)
@@ -186,8 +184,8 @@ def raise_lost_peer(world: World) -> Iterator[None]:
     except RuntimeError as error:
         if world.size == 1 or not is_lost(error):
             raise
-        reason = str(error).splitlines()[0]
-        raise LostError(f"rank {world.rank} lost another process ({reason}); {RESUME_HINT}") from error
+        message = f"rank {world.rank} lost another process ({first_line(error)}); {RESUME_HINT}"
+        raise LostError(message) from error
 
 
 def wait_for_agent() -> None:

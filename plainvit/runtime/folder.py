@@ -59,7 +59,7 @@ class Folder:
             os.write(self._lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
 
     def _delete_temporary_files(self) -> None:
-        """Of a process that was killed."""
+        """Deletes what a killed process left."""
         for pattern in (".*.tmp", "figures/.*.tmp", "captures/.tmp-*"):
             for path in self.path.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -80,8 +80,7 @@ class Folder:
     def write(self, name: str, value: Any) -> None:
         if not self.writes:
             return
-        text = _json(finite(value)) + "\n"
-        write_text(self.path / name, text)
+        write_text(self.path / name, _to_json(finite(value)))
 
     def read(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name)
@@ -109,9 +108,8 @@ class Folder:
         """Drops the metrics after this step, and an incomplete last line."""
         if not self.writes:
             return
-        kept = [json.dumps(line) for line in _lines(self.path) if line["step"] <= step]
-        text = "".join(f"{line}\n" for line in kept)
-        write_text(self.path / "metrics.jsonl", text)
+        kept = [f"{json.dumps(line)}\n" for line in read_lines(self.path) if line["step"] <= step]
+        write_text(self.path / "metrics.jsonl", "".join(kept))
 
 
 def run_seconds(path: Path) -> float:
@@ -151,10 +149,11 @@ def shorten_repr(value: object) -> str:
 
 def metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl in order: steps and validations, without events."""
-    return (line for line in _lines(path) if "event" not in line)
+    return (line for line in read_lines(path) if "event" not in line)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """All valid lines of metrics.jsonl."""
     file = path / "metrics.jsonl"
     if not file.is_file():
         return
@@ -168,15 +167,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
-def _json(value: dict[str, Any]) -> str:
+def _to_json(value: dict[str, Any]) -> str:
     """One line per key: indented JSON would give a confusion matrix a million lines."""
-    lines = [f" {json.dumps(key)}: {json.dumps(inner, ensure_ascii=False)}" for key, inner in value.items()]
-    text = "{\n" + ",\n".join(lines) + "\n}"
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate, which must be escaped
-        return json.dumps(value)
-    return text
+    lines = [f" {json.dumps(key)}: {json.dumps(inner)}" for key, inner in value.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def finite(value: Any) -> Any:
@@ -198,7 +192,7 @@ def environment(device: str) -> dict[str, Any]:
     threads = torch.get_num_threads()
     return {
         "plainvit": __version__,
-        "commit": _commit(Path(__file__).parent),
+        "commit": read_commit(Path(__file__).parents[1]),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -217,18 +211,21 @@ def command() -> str:
     return shlex.join(["plainvit", *sys.argv[1:]]) if ours else ""
 
 
-def describe_changes(begun: dict[str, Any], now: dict[str, Any]) -> str:
+def describe_changes(first: dict[str, Any], now: dict[str, Any]) -> str:
     """Changes of machine or torch since a run's first step, which change the last bits of results."""
-    names = [name for name in ("torch", "device", "processes") if name in begun and begun[name] != now[name]]
-    return ", ".join(f"{name} {begun[name]} -> {now[name]}" for name in names)
+    names = [name for name in ("torch", "device", "processes") if first.get(name, now[name]) != now[name]]
+    return ", ".join(f"{name} {first[name]} -> {now[name]}" for name in names)
 
 
-def _commit(folder: Path) -> str | None:
-    """Commit of the checkout that the package runs from, with "+" for uncommitted changes; None without one."""
-    git = ["git", "-C", str(folder)]
+def read_commit(package: Path) -> str | None:
+    """Commit of the repository that has this package, with "+" for uncommitted changes; None if there is none."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        state = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails if the package is installed inside another repository
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("+" if state.stdout.strip() else "")

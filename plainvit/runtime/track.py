@@ -1,6 +1,6 @@
 """Send metrics to TensorBoard and Weights & Biases, where they are installed."""
 
-import re
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from plainvit.config import Config, to_json
 
 def tracker(names: tuple[str, ...], folder: Path, config: Config) -> Callable[[dict[str, Any]], None]:
     """A function that sends a line of metrics to each of the named trackers."""
-    loggers = [{"tensorboard": open_tensorboard, "wandb": open_wandb}[name](folder, config) for name in names]
+    log_functions = [{"tensorboard": open_tensorboard, "wandb": open_wandb}[name](folder, config) for name in names]
 
     def send(line: dict[str, Any]) -> None:
         kind, metrics = ("val", line["val"]) if "val" in line else ("train", line)
-        values = {f"{kind}/{name}": value for name, value in metrics.items() if isinstance(value, int | float)}
-        for log in loggers:
-            log(line["step"], {name: value for name, value in values.items() if name != "train/step"})
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
+        for log in log_functions:
+            log(line["step"], {f"{kind}/{name}": value for name, value in numbers.items()})
 
     return send
 
@@ -40,7 +40,7 @@ def open_wandb(folder: Path, config: Config) -> Callable[[int, dict[str, float]]
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError("--track wandb needs Weights & Biases: pip install 'wandb>=0.19'") from error
-    key = re.sub(r"[^\w.-]", "-", folder.name)  # an id allows no colon and the like
+    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]  # folders of one name are different runs
     options = {"project": "plainvit", "name": folder.name, "id": key, "resume": "allow", "dir": str(folder)}
     run = wandb.init(**options, config=to_json(config))
     return lambda step, values: run.log(values, step=step)
