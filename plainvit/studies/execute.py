@@ -2,8 +2,8 @@
 
     plainvit study positions --budget cpu          supported, contradicted or inconclusive
 
-Results are OUT/NAME/{verdict.json, figure.png}. Runs are stored in OUT/runs by the hashes of config and code, and their
-numbers in a ledger: studies share them, and a finished run is repeated only if the code changed.
+Results are OUT/NAME/{verdict.json, figure.png}. Runs are stored in OUT/runs by a hash of their settings, and their
+numbers in a ledger: studies share them, and a finished run is not repeated.
 """
 
 import json
@@ -73,12 +73,12 @@ def run_studies(
         except (ValueError, OSError) as error:
             yield study, error
     trained = [plan for plan in plans if any(arm.is_trained for arm in plan.arms.values())]
+    for plan in plans:  # before the workers start, because measuring speed needs an idle machine
+        if plan not in trained and measure_untrained(plan, ledger, settings.deadline):
+            yield plan.study, write_verdict(plan, ledger, settings)
     queue = Queue(trained, ledger, workers, settings.deadline, can_train=can_train, quiet=settings.quiet)
     for plan, error in queue.run():
         yield plan.study, error or write_verdict(plan, ledger, settings)
-    for plan in plans:  # the others need the machine for themselves, such as to measure times
-        if plan not in trained and not workers.running and measure_untrained(plan, ledger, settings.deadline):
-            yield plan.study, write_verdict(plan, ledger, settings)
 
 
 def run_study(study: Study, settings: Settings, workers: Workers) -> Verdict:
@@ -171,14 +171,13 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
 
 
 def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
-    """Number, time, commits, code and devices of the runs, which may be older than the verdict."""
+    """Number, time, commits and devices of the runs, which may be older than the verdict."""
     known = [ledger.runs[name] for name in dict.fromkeys(names) if name in ledger.runs]
     trained = [one for one in known if one["is_trained"]]
     return {
         "count": len(trained),
         "seconds": round(sum(one["seconds"] for one in known), 1),
         "commits": sorted({one["commit"] for one in known if one["commit"]}),
-        "code": sorted({one["run"].rpartition("-")[2] for one in known}),
         "devices": sorted({one["device"] for one in known if one["device"]}),
     }
 

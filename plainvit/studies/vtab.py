@@ -27,7 +27,6 @@ from plainvit.disk import write_text
 from plainvit.evaluate import paper
 from plainvit.recipes import recipe
 from plainvit.runtime.folder import finite
-from plainvit.studies.runs import code_hash
 from plainvit.train.guards import DivergedError
 from plainvit.train.run import fit
 from plainvit.train.transfer import read_starting_model
@@ -117,8 +116,8 @@ def means(scores: Mapping[str, float]) -> dict[str, Any]:
 
 
 def default_folder(config: Config, setting: str) -> Path:
-    """runs/vtab-SETTING-HASH; the hash covers weights, steps, seed and code."""
-    words = json.dumps([config.init, config.steps, config.batch, config.image_size, config.seed, code_hash()])
+    """runs/vtab-SETTING-HASH; the hash covers weights, steps and seed."""
+    words = json.dumps([config.init, config.steps, config.batch, config.image_size, config.seed])
     return Path("runs") / f"vtab-{setting}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
 
 
