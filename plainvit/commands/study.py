@@ -42,6 +42,7 @@ def study(
     data_root: str = "",
     minutes: float = 0.0,
     ledger: str = "",
+    dry_run: bool = False,
     json: bool = False,
 ) -> None:
     """Test a claim of the paper with small runs: supported, contradicted or inconclusive.
@@ -49,8 +50,7 @@ def study(
     The arms of a study differ in one setting, have several independent runs and are compared on held-out training
     images. OUT/NAME holds the table, figure and verdict, OUT.md a report of all studies.
     The number of runs and the GPU time are printed first, and the studies that cost least come first. Finished runs
-    are reused unless plainvit's code changed, so the same command resumes an interrupted study. Exit code 4 if runs
-    failed.
+    are reused, so the same command resumes an interrupted study. Exit code 4 if runs failed.
 
     Args:
         names: Names from `plainvit study list`, all, or FILE.py:STUDY for your own (the file is executed)
@@ -61,6 +61,7 @@ def study(
         data_root: Folder with the known datasets and published weights (not needed for cpu)
         minutes: Stop after this time; the same command continues with the finished runs
         ledger: File of finished runs, which is read and appended to; default: OUT/ledger.jsonl
+        dry_run: Print the number of runs and the GPU time, and run nothing
         json: Print JSON instead of a table
     """
     started = time.monotonic()
@@ -73,8 +74,10 @@ def study(
 
     deadline = started + 60 * minutes if minutes else math.inf
     settings = Settings(budget, out, seeds, data_root, Path(ledger) if ledger else None, deadline, quiet=json)
-    if not json:
+    if dry_run or not json:
         _print_plan(chosen, settings)
+    if dry_run:
+        return
     processes = at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 8}[budget]
     try:
         with Workers(processes) as workers:
@@ -115,6 +118,9 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
 
     known = settings.open_ledger()
     plans = [Plan(one, one.arms(settings.budget), settings.runs or one.runs, settings.out / "runs") for one in chosen]
+    for plan in plans:
+        while not plan.wanted(known) and plan.extend(known):
+            pass
     groups = {plan.study.name: [plan] for plan in plans}
     if len(chosen) > 1:
         groups[f"all {len(chosen)} studies"] = plans
@@ -122,6 +128,10 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
         count, seconds = missing_time(group, known)
         cost = f", about {readable(seconds)} of an H200" if settings.budget == "gpu" else ""
         print(f"{name}: {count} runs{cost}", file=sys.stderr)
+    names = {job.run for plan in plans for job in plan.all_jobs()} & known.runs.keys()
+    commits = ", ".join(sorted({known.runs[name]["commit"] or "unknown" for name in names}))
+    if names:
+        print(f"{len(names)} finished runs are reused, of commit {commits}", file=sys.stderr)
 
 
 def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers") -> tuple[dict[str, Exception], int]:

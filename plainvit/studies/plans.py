@@ -152,9 +152,7 @@ def order_plans(plans: Iterable[Plan], ledger: Ledger) -> list[Plan]:
 
 def missing_time(plans: Iterable[Plan], ledger: Ledger) -> tuple[int, float]:
     """(number of missing runs, seconds of a GPU); runs that studies share are counted once."""
-    wanted: dict[str, float] = {}
-    for plan in plans:
-        wanted |= {run: job.seconds for run, job in plan.wanted(ledger).items() if job.is_trained}
+    wanted = {run: job.seconds for plan in plans for run, job in plan.wanted(ledger).items()}
     return len(wanted), sum(wanted.values())
 
 
