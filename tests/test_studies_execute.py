@@ -18,7 +18,7 @@ from plainvit.studies import execute, report, transfer
 from plainvit.studies.estimate import LAYER, START, estimate_run
 from plainvit.studies.execute import NoDeviceError, Settings, run_study
 from plainvit.studies.ledger import Ledger
-from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time, order_stages
+from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time
 from plainvit.studies.registry import studies
 from plainvit.studies.runs import Workers
 from plainvit.studies.study import Arm, Study, families_at_edge
@@ -40,12 +40,9 @@ def make_study(arms: dict[str, Arm], name: str = "own", **fields: Any) -> Study:
 # Arms -----------------------------------------------------------------------------------------------------------------
 
 
-def test_arms_run_after_their_initial_weights_exist() -> None:
-    made = runs.config()
-    arms = {"c": Arm(made, parent="b"), "b": Arm(made, parent="a"), "a": Arm(made), "d": Arm(made)}
-    assert order_stages(arms) == [["a", "d"], ["b"], ["c"]]
-    with pytest.raises(AssertionError, match="circular"):
-        order_stages({"a": Arm(made, parent="b"), "b": Arm(made, parent="a")})
+def test_an_arm_is_defined_after_the_one_it_starts_from() -> None:
+    with pytest.raises(ValueError, match="'a' starts from 'b'"):
+        Plan(make_study({}), {"a": Arm(config(model=None), parent="b"), "b": Arm(config())}, 1, Path())
 
 
 def test_seeds_differ_between_arms_and_are_the_same_in_all_studies() -> None:

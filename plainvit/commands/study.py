@@ -69,6 +69,7 @@ def study(
         if value < 0:
             raise ValueError(f"{flag} must be positive, got {value}")
     chosen = _find_studies(names)
+    from plainvit.studies import report
     from plainvit.studies.execute import Settings
     from plainvit.studies.runs import Workers
 
@@ -78,17 +79,19 @@ def study(
         _print_plan(chosen, settings)
     if dry_run:
         return
-    processes = at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 8}[budget]
     try:
-        with Workers(processes) as workers:
+        with Workers(at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 8}[budget]) as workers:
             failed, decided = _run_studies(chosen, settings, workers)
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
-    _print_verdicts(chosen, out, json=json, is_needed=json and not failed)
+    found = report.read_verdicts(out)
+    verdicts = [found[one.name] for one in chosen if one.name in found and report.is_present(found[one.name])]
+    if verdicts or (json and not failed):
+        print_result(verdicts, None if json else report.render_summary(verdicts, out))
     if failed:
-        first = next(iter(failed))
+        name, error = next(iter(failed.items()))
         prefix = f"{len(failed)} of {len(chosen)} studies failed, first " if len(chosen) > 1 else ""
-        exit_with_error(f"{prefix}{first}: {_first_line(failed[first])}", getattr(failed[first], "exit_code", 2))
+        exit_with_error(f"{prefix}{name}: {_first_line(error)}", getattr(error, "exit_code", 2))
     if decided < len(chosen) and not json:
         words = f"{decided} of {len(chosen)} studies finished within {minutes:g} minutes"
         print(f"{words}; run the same command to resume", file=sys.stderr)
@@ -156,13 +159,3 @@ def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers"
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _print_verdicts(chosen: "list[Study]", out: Path, *, json: bool, is_needed: bool) -> None:
-    """Print the verdicts on the chosen studies and the path of the report."""
-    from plainvit.studies import report
-
-    found = report.read_verdicts(out)
-    verdicts = [found[one.name] for one in chosen if one.name in found and report.is_present(found[one.name])]
-    if verdicts or is_needed:
-        print_result(verdicts, None if json else report.render_summary(verdicts, out))
