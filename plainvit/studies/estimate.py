@@ -5,6 +5,7 @@ kernels, 0.4 ms a step for each layer, and larger ones by their multiply-adds, 1
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 from plainvit.config import Config, Model, ViTConfig, pair
 from plainvit.planning.cost import macs
@@ -22,9 +23,16 @@ def estimate_run(arms: Mapping[str, Arm], name: str) -> float:
     steps = config.steps or config.epochs * (count_training_images(config) or 0) / config.batch
     if not arms[name].is_trained:
         steps = 0
-    small, model = base("gpu"), find_model(arms, name)
-    share = macs(model) * config.batch / (macs(complete_model(small)) * small.batch)
+    model = find_model(arms, name)
+    share = macs(model) * config.batch / count_base_macs()
     return START + steps * max(STEP * share, LAYER * count_layers(model))
+
+
+@cache
+def count_base_macs() -> int:
+    """Multiply-adds of a batch of the base."""
+    config = base("gpu")
+    return macs(complete_model(config)) * config.batch
 
 
 def count_layers(model: Model) -> int:

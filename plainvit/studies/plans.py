@@ -74,17 +74,19 @@ class Plan:
             if arm.parent and arm.parent not in self.jobs:
                 raise ValueError(f"arm {name!r} starts from {arm.parent!r}: define that arm first")
             if name not in self.jobs:
-                self.jobs[name] = [self._make_job(name, arm, index) for index in range(self.count)]
+                seed, seconds = first_seed(self.arms, name), estimate_run(self.arms, name)
+                self.jobs[name] = [self._make_job(name, index, seed + index, seconds) for index in range(self.count)]
 
-    def _make_job(self, name: str, arm: Arm, index: int) -> Job:
-        config = arm.config.replace(seed=first_seed(self.arms, name) + index)
+    def _make_job(self, name: str, index: int, seed: int, seconds: float) -> Job:
+        arm = self.arms[name]
+        config = arm.config.replace(seed=seed)
         start = parent = self.folder / self.jobs[arm.parent][index].run if arm.parent else Path(config.init)
         if arm.edit:
             start = self.folder / f"{parent.name}-{arm.edit.__name__}-{run_hash(config)}"
         return Job(
             label=f"{self.study.name}: {name}, run {index + 1}",
             config=config.replace(init=str(start)) if arm.parent or arm.edit else config,
-            seconds=estimate_run(self.arms, name),
+            seconds=seconds,
             measure=self.study.measure if arm.is_compared else None,
             is_trained=arm.is_trained,
             parent=parent.name if arm.parent else "",

@@ -55,7 +55,7 @@ def run_name(config: Config) -> str:
 
 def run_hash(config: Config) -> str:
     """A hash of all settings that affect the result; of `init`, only the name of the folder."""
-    settings = list_changes(config.replace(init=Path(config.init).name))
+    settings = list_changes(config) | {"init": Path(config.init).name}
     kept = {name: value for name, value in settings.items() if name not in Config.OPERATIONAL | {"recipe"}}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
