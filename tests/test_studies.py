@@ -240,6 +240,15 @@ def test_planted_results_are_decided(name: str, case: Case) -> None:
     assert draw_study(study, found).axes
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_arms_of_a_gpu_are_decided_and_drawn(name: str) -> None:
+    metrics = ("top1", "choice", "few_shot", "overfitting", "nll", "rank", "smooth", "nearness", "contrast", "chance")
+    means = dict.fromkeys((*metrics, "ratio", "images_per_second", "largest_batch"), 0.5)
+    found = plant(ALL[name], {"": means | learned.summarize_distances(np.eye(6, 12))}, budget="gpu")
+    assert ALL[name].decide(found).parts
+    assert draw_study(ALL[name], found).axes
+
+
 def test_a_best_rate_at_the_edge_is_noted() -> None:
     study = ALL["pooling"]
     inside = plant(study, along(study, {"class token": (0.7, 0.8, 0.6), "average": (0.7, 0.8, 0.6)}))

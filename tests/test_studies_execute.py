@@ -116,11 +116,7 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     verdict = run_study(study, Settings("cpu", tmp_path, runs=2, quiet=True), Workers(2))
     record = json.loads((tmp_path / "own" / "verdict.json").read_text())
     assert record["values"].keys() == {"tuned", "scratch"}
-    seeds = {
-        json.loads((tmp_path / folder / "config.json").read_text())["seed"]
-        for folders in record["folders"].values()
-        for folder in folders
-    }
+    seeds = {json.loads(file.read_text())["seed"] for file in tmp_path.glob("runs/*/config.json")}
     assert len(seeds) == 6, "independent"
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert len(before) == 6
@@ -129,34 +125,52 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     assert after == before, "nothing is run again"
 
 
-def write_verdict(study: Study, folder: Path, means: dict[str, float], definition: str = "d") -> dict[str, Any]:
-    found = plant(study, means)
-    info = {"command": "c", "seconds": 1.0, "definition": definition, "runs": {"count": 1, "seconds": 1.0}}
-    execute._write(study, "cpu", folder, found, study.decide(found), info)
+def store(folder: Path, outcome: str, rule: str, definition: str = "d") -> dict[str, Any]:
+    kept = "parts", "values", "metric", "runs", "seconds", "command", "environment", "claim", "source", "budget"
+    record = report.read_verdict(Path(__file__).parent.parent / "docs" / "studies" / "activation" / "verdict.json")
+    changes = {"study": "activation", "number": 32, "outcome": outcome, "why": "w", "rule": rule}
+    execute.store_verdict({**{name: record[name] for name in kept}, **changes, "definition": definition}, folder)
     return json.loads((folder / "verdict.json").read_text())
 
 
 def test_a_verdict_under_another_rule_is_kept_as_history(tmp_path: Path) -> None:
-    study, folder = studies()["activation"], tmp_path / "activation"
-    first = write_verdict(replace(study, rule="another"), folder, {"": 0.6})
-    assert first["history"] == []
-    second = write_verdict(study, folder, {"ReLU": 0.6, "GELU": 0.5})
-    again = write_verdict(study, folder, {"ReLU": 0.6, "GELU": 0.5})
-    assert again == second, "the same rule and arms replace a verdict"
-    first.pop("history")
-    assert second["history"] == [first]
-    assert (first["outcome"], second["outcome"]) == ("supported", "contradicted")
+    folder, rule = tmp_path / "activation", studies()["activation"].rule
+    first = store(folder, "supported", "another rule")
+    assert first.pop("history") == []
+    assert store(folder, "contradicted", rule)["history"] == [first]
+    assert store(folder, "contradicted", rule)["history"] == [first], "the same rule and arms replace a verdict"
     assert "| 32 | activation | supported |" in report.make_report(tmp_path).split("## History")[1]
-    third = write_verdict(study, folder, {"": 0.6}, definition="other arms")
+    third = store(folder, "supported", rule, definition="other arms")
     assert [one["outcome"] for one in third["history"]] == ["contradicted", "supported"]
 
 
-def test_intervals_are_fields_of_the_verdict(tmp_path: Path) -> None:
-    record = write_verdict(studies()["activation"], tmp_path / "activation", {"ReLU": 0.6, "GELU": 0.65})
-    (part,) = record["parts"]
-    assert part["effect"] == pytest.approx(0.05)
-    assert part["low"] < 0.05 < part["high"]
+def test_verdicts_are_written_from_the_ledger_alone(tmp_path: Path) -> None:
+    """The committed runs give the committed verdicts, without GPU and data; intervals are fields."""
+    docs = Path(__file__).parent.parent / "docs" / "studies"
+    verdict = run_study(
+        studies()["activation"], Settings("gpu", tmp_path, ledger=docs / "ledger.jsonl", quiet=True), Workers()
+    )
+    record, committed = (report.read_verdict(out / "activation" / "verdict.json") for out in (tmp_path, docs))
+    for name in ("rule", "definition", "budget", "outcome", "values", "seeds", "data"):
+        assert record[name] == committed[name], name
+    assert verdict.outcome == record["outcome"]
+    (part,), (expected,) = record["parts"], committed["parts"]
+    assert [part[name] for name in ("effect", "low", "high", "p")] == pytest.approx(
+        [expected[name] for name in ("effect", "low", "high", "p")]
+    )
     assert (part["runs"], part["holds"], record["seeds"]) == (16, "yes", 8)
+    assert record["runs"] == {name: committed["runs"][name] for name in record["runs"]}
+
+
+def test_an_error_in_a_rule_stops_only_its_study(tmp_path: Path) -> None:
+    arms, ledger = {"a": Arm(config(), is_trained=False)}, Ledger(tmp_path / "ledger.jsonl")
+    measure = lambda *_: {"top1": 0.5}  # noqa: E731
+    bad = make_study(arms, "bad", parts=lambda found: [found.above("a", "b")], measure=measure)
+    good = make_study(arms, "good", measure=measure)
+    found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), Workers()))
+    assert isinstance(found[bad], KeyError)
+    assert found[good] == run_study(good, Settings("cpu", tmp_path, quiet=True), Workers())
+    assert len(Ledger(ledger.file).runs) == 5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -11,8 +11,8 @@ from plainvit.config import Config, Model, ViTConfig, pair
 from plainvit.planning.cost import macs
 from plainvit.planning.datasets import count_training_images
 from plainvit.studies.bases import base, complete_model
-from plainvit.studies.published import published_model
 from plainvit.studies.study import Arm
+from plainvit.studies.transfer import published_model
 
 START, STEP, LAYER = 1.0, 1.3e-3, 0.4e-3  # seconds
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # loads torch
     from plainvit.studies.study import Study
 
 FILES = (
-    *("choices", "data_size", "transfer", "published", "compute"),
+    *("choices", "data_size", "transfer", "compute"),
     *("scaling", "optimisers", "learned", "masked", "speed"),
 )
 
