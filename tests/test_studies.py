@@ -290,11 +290,12 @@ def test_the_rule_is_wrong_in_at_most_5_percent(name: str, monkeypatch: pytest.M
     if isinstance(next(iter(means.values())), tuple):
         means = along(study, means)
     planted, random = plant(study, means, spread=0), np.random.default_rng(0)
-    shape = (5000, study.runs)
-    values = {
-        arm: {metric: random.normal(mean, 0.002 * max(abs(mean), 1), shape) for metric, mean in rows[0].items()}
-        for arm, rows in planted.values.items()
-    }
+    values = {}
+    for at, (arm, rows) in enumerate(planted.values.items()):
+        spread = {metric: 0.002 * (1 + at % 3) * max(abs(mean), 1) for metric, mean in rows[0].items()}
+        values[arm] = {
+            metric: random.normal(mean, spread[metric], (5000, study.runs)) for metric, mean in rows[0].items()
+        }
     parts = study.parts(Simulated(planted.arms, values, study.metric))  # pyright: ignore[reportArgumentType]
     tested = [part for part in parts if not np.isnan(part.low).any()]
     supported, contradicted = rate_verdicts([part.p_for for part in tested], [part.p_against for part in tested])

@@ -140,7 +140,7 @@ def test_the_outcome_rests_on_its_weakest_part(outcome: str, deciding: str) -> N
     p_values = {"strong": (0.001, "yes"), "weak": (0.04, "yes"), "open": (0.3, "open")}
     p_values |= {"out": (0.01, "no"), "far out": (0.001, "no")}
     parts = [PART | {"name": name, "p": p, "holds": holds} for name, (p, holds) in p_values.items()]
-    assert report.find_deciding({"outcome": outcome, "parts": parts})["name"] == deciding
+    assert report.find_deciding_part({"outcome": outcome, "parts": parts})["name"] == deciding
 
 
 def test_a_verdict_of_an_earlier_rule_is_history(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_plan_of_all_studies_reuses_the_committed_runs(capsys: Capture) -> N
     main(["study", "all", "--budget", "gpu", "--out", str(DOCS / "studies"), "--dry-run"])
     lines = dict(line.split(": ") for line in capsys.readouterr().err.splitlines() if ": " in line)
     assert lines.keys() == {*studies(), f"all {len(studies())} studies"}
-    decided = [name for name, one in report.read_verdicts(DOCS / "studies").items() if report.is_present(one)]
+    decided = [name for name, one in report.read_verdicts(DOCS / "studies").items() if report.is_current(one)]
     assert decided
     assert all(lines[name].startswith("0 runs") for name in decided if name != "stochastic-depth")  # only on a CPU
 

@@ -85,7 +85,7 @@ def study(
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
     found = report.read_verdicts(out)
-    verdicts = [found[one.name] for one in chosen if one.name in found and report.is_present(found[one.name])]
+    verdicts = [found[one.name] for one in chosen if one.name in found and report.is_current(found[one.name])]
     if verdicts or (json and not failed):
         print_result(verdicts, None if json else report.render_summary(verdicts, out))
     if failed:

@@ -30,9 +30,9 @@ from plainvit.studies.drawings import draw_study
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan
 from plainvit.studies.queue import Queue
-from plainvit.studies.report import is_present
+from plainvit.studies.report import is_current
 from plainvit.studies.runs import Workers, execute
-from plainvit.studies.study import BUDGETS, Arm, Budget, Study, families_at_edge
+from plainvit.studies.study import BUDGETS, Arm, Budget, Study
 from plainvit.studies.verdict import Verdict
 
 log = logging.getLogger("plainvit")
@@ -127,7 +127,7 @@ def try_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict | Exc
 def check_verdict(study: Study, budget: Budget, folder: Path) -> None:
     """Fails if a verdict of a larger budget would be replaced."""
     stored = read_verdict_file(folder)
-    if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and is_present(stored):
+    if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and is_current(stored):
         larger = stored["budget"]
         raise ValueError(f"{folder} has the verdict of {study.name} for --budget {larger}: choose another --out")
 
@@ -164,8 +164,6 @@ def _check_set(data: str, data_root: str) -> None:
 def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
     """Decides a study whose runs are all finished, and writes its folder."""
     study, found = plan.study, plan.results(ledger)
-    for family, arm in families_at_edge(found).items():
-        log.warning("%s: the best rate of %s (%s) is at the edge of its grid", study.name, family, arm)
     verdict, runs = study.decide(found), summarize_runs([job.run for job in plan.all_jobs()], ledger)
     command = f"plainvit study {study.spec or study.name} --budget {settings.budget}"
     command += f" --seeds {plan.count}" * (plan.count != study.runs) + " --data-root DIR" * bool(settings.data_root)

@@ -42,7 +42,7 @@ class Queue:
         self.measures: dict[str, dict[str, Measure]] = {}
         self.failed: dict[str, str] = {}
         self.passed_over = 0  # runs that were started before the first one, one after the other
-        self.estimated, self.taken = 0.0, 0.0  # seconds of the finished runs
+        self.estimated, self.measured = 0.0, 0.0  # seconds of the finished runs
         self.plans = order_plans(plans, ledger)
         for plan in self.plans:
             self.add(plan)
@@ -74,14 +74,14 @@ class Queue:
                     continue
                 if not self.workers.running:
                     return
-                ended = self.workers.wait(self.left())
+                ended = self.workers.wait(self.time_left())
                 for task, future in ended:
                     self.finish(task, future)
                 if not ended:  # the time is up
                     self.workers.terminate()
                     return
 
-    def left(self) -> float | None:
+    def time_left(self) -> float | None:
         return None if math.isinf(self.deadline) else max(self.deadline - time.monotonic(), 0.0)
 
     def is_open(self, plan: Plan) -> bool:
@@ -120,12 +120,12 @@ class Queue:
         return ready[at]
 
     def is_ready(self, run: str) -> bool:
-        job, left = self.wanted[run], self.left()
-        return job.parent not in self.wanted and (left is None or SLACK * self.expect(job.seconds) < left)
+        job, left = self.wanted[run], self.time_left()
+        return job.parent not in self.wanted and (left is None or SLACK * self.expect_time(job.seconds) < left)
 
-    def expect(self, seconds: float) -> float:
+    def expect_time(self, seconds: float) -> float:
         """The time that so many estimated seconds take here, from finished runs; 0 while none is finished."""
-        return seconds * self.taken / self.estimated if self.estimated else 0.0
+        return seconds * self.measured / self.estimated if self.estimated else 0.0
 
     def finish(self, task: Task, future: Future) -> None:
         """Record a run, or that it failed, and with it those that start from it."""
@@ -139,7 +139,7 @@ class Queue:
             self.fail(run, error)
         else:
             self.ledger.add(record)
-            self.estimated, self.taken = self.estimated + job.seconds, self.taken + record["seconds"]
+            self.estimated, self.measured = self.estimated + job.seconds, self.measured + record["seconds"]
             if all(self.ledger.find(run, name) is not None for name in measures):  # none was asked for meanwhile
                 del self.wanted[run]
         self.display.finish(job.label)
@@ -170,7 +170,8 @@ class RunsDisplay(Display):
         self.advance(self.finished, label)
 
     def left(self) -> str:
-        seconds = self.queue.expect(sum(job.seconds for job in self.queue.wanted.values())) / self.queue.workers.count
+        estimated = sum(job.seconds for job in self.queue.wanted.values())
+        seconds = self.queue.expect_time(estimated) / self.queue.workers.count
         return f"{readable(seconds)} left" if seconds else ""
 
 
