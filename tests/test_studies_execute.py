@@ -170,7 +170,9 @@ def test_an_error_in_a_rule_stops_only_its_study(tmp_path: Path) -> None:
     found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), Workers()))
     assert isinstance(found[bad], KeyError)
     assert found[good] == run_study(good, Settings("cpu", tmp_path, quiet=True), Workers())
-    assert len(Ledger(ledger.file).runs) == 5
+    runs = Ledger(ledger.file).runs.values()
+    assert len(runs) == 5
+    assert all(one["device"] for one in runs), "without training, too"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -169,7 +169,7 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
     command += f" --seeds {plan.count}" * (plan.count != study.runs) + " --data-root DIR" * bool(settings.data_root)
     machine = environment("cuda" if settings.budget != "cpu" and torch.cuda.is_available() else "cpu")
     record = {
-        **{name: getattr(study, name) for name in ("number", "claim", "source", "paper", "rule", "metric")},
+        **{name: getattr(study, name) for name in ("number", "claim", "source", "paper", "limits", "rule", "metric")},
         "study": study.name,
         "budget": settings.budget,
         "outcome": verdict.outcome,

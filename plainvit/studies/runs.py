@@ -28,9 +28,10 @@ from typing import Any, Self
 import torch
 
 from plainvit.config import Checked, Config, Optim, from_json, to_json
+from plainvit.device import choose_device
 from plainvit.disk import read_json
 from plainvit.runtime.distributed import end_after
-from plainvit.runtime.folder import run_seconds
+from plainvit.runtime.folder import environment, run_seconds
 from plainvit.train.run import fit
 
 RESULTS_VERSION = 1  # raise it if code or a default changes the results of runs: finished runs are then repeated
@@ -183,8 +184,8 @@ def execute(
         parent = multiprocessing.parent_process()
         if parent and not parent.is_alive():  # nobody is waiting for the result
             os._exit(143)
-    known = read_json(folder / "environment.json") if is_trained else {}
+    machine = read_json(folder / "environment.json") if is_trained else environment(choose_device(made.device))
     seconds = run_seconds(folder) if is_trained else time.monotonic() - started
-    commit = os.environ.get("PLAINVIT_COMMIT") or known.get("commit")  # set for a copy outside its repository
-    about = {"seconds": round(seconds, 1), "commit": commit, "device": known.get("device")}
+    commit = os.environ.get("PLAINVIT_COMMIT") or machine["commit"]  # set for a copy outside its repository
+    about = {"seconds": round(seconds, 1), "commit": commit, "device": machine["device"]}
     return {"run": folder.name, "values": values, "is_trained": is_trained, **about}
