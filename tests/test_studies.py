@@ -240,6 +240,15 @@ def test_planted_results_are_decided(name: str, case: Case) -> None:
     assert draw_study(study, found).axes
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_arms_of_a_gpu_are_decided_and_drawn(name: str) -> None:
+    metrics = ("top1", "choice", "few_shot", "overfitting", "nll", "rank", "smooth", "nearness", "contrast", "chance")
+    means = dict.fromkeys((*metrics, "ratio", "images_per_second", "largest_batch"), 0.5)
+    found = plant(ALL[name], {"": means | learned.summarize_distances(np.eye(6, 12))}, budget="gpu")
+    assert ALL[name].decide(found).parts
+    assert draw_study(ALL[name], found).axes
+
+
 def test_a_best_rate_at_the_edge_is_noted() -> None:
     study = ALL["pooling"]
     inside = plant(study, along(study, {"class token": (0.7, 0.8, 0.6), "average": (0.7, 0.8, 0.6)}))
@@ -281,11 +290,12 @@ def test_the_rule_is_wrong_in_at_most_5_percent(name: str, monkeypatch: pytest.M
     if isinstance(next(iter(means.values())), tuple):
         means = along(study, means)
     planted, random = plant(study, means, spread=0), np.random.default_rng(0)
-    shape = (5000, study.runs)
-    values = {
-        arm: {metric: random.normal(mean, 0.002 * max(abs(mean), 1), shape) for metric, mean in rows[0].items()}
-        for arm, rows in planted.values.items()
-    }
+    values = {}
+    for at, (arm, rows) in enumerate(planted.values.items()):
+        spread = {metric: 0.002 * (1 + at % 3) * max(abs(mean), 1) for metric, mean in rows[0].items()}
+        values[arm] = {
+            metric: random.normal(mean, spread[metric], (5000, study.runs)) for metric, mean in rows[0].items()
+        }
     parts = study.parts(Simulated(planted.arms, values, study.metric))  # pyright: ignore[reportArgumentType]
     tested = [part for part in parts if not np.isnan(part.low).any()]
     supported, contradicted = rate_verdicts([part.p_for for part in tested], [part.p_against for part in tested])

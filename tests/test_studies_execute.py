@@ -15,10 +15,10 @@ from plainvit.config import Config
 from plainvit.data.decode import DataError
 from plainvit.models import ViT
 from plainvit.studies import execute, report, transfer
-from plainvit.studies.estimate import START, STEP, estimate_run
+from plainvit.studies.estimate import LAYER, START, estimate_run
 from plainvit.studies.execute import NoDeviceError, Settings, run_study
 from plainvit.studies.ledger import Ledger
-from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time, order_stages
+from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time
 from plainvit.studies.registry import studies
 from plainvit.studies.runs import Workers
 from plainvit.studies.study import Arm, Study, families_at_edge
@@ -40,12 +40,9 @@ def make_study(arms: dict[str, Arm], name: str = "own", **fields: Any) -> Study:
 # Arms -----------------------------------------------------------------------------------------------------------------
 
 
-def test_arms_run_after_their_initial_weights_exist() -> None:
-    made = runs.config()
-    arms = {"c": Arm(made, parent="b"), "b": Arm(made, parent="a"), "a": Arm(made), "d": Arm(made)}
-    assert order_stages(arms) == [["a", "d"], ["b"], ["c"]]
-    with pytest.raises(AssertionError, match="circular"):
-        order_stages({"a": Arm(made, parent="b"), "b": Arm(made, parent="a")})
+def test_an_arm_is_defined_after_the_one_it_starts_from() -> None:
+    with pytest.raises(ValueError, match="'a' starts from 'b'"):
+        Plan(make_study({}), {"a": Arm(config(model=None), parent="b"), "b": Arm(config())}, 1, Path())
 
 
 def test_seeds_differ_between_arms_and_are_the_same_in_all_studies() -> None:
@@ -90,11 +87,11 @@ def test_the_definition_covers_what_affects_the_runs() -> None:
 
 def test_the_base_takes_its_measured_time() -> None:
     arms = studies()["activation"].arms("gpu")
-    assert estimate_run(arms, "GELU") == pytest.approx(START + 1500 * STEP)
+    assert estimate_run(arms, "GELU") == pytest.approx(START + 1500 * 6 * LAYER)
     tuned = studies()["averaging"].arms("gpu")
-    assert estimate_run(tuned, "averaged") == pytest.approx(
-        START + 400 * STEP, rel=0.01
-    )  # the same model, another head
+    assert estimate_run(tuned, "averaged") == pytest.approx(START + 400 * 6 * LAYER)  # the same model, another head
+    large = estimate_run(studies()["transfer-published"].arms("gpu"), "cifar10, pre-trained")
+    assert large > START + 400 * 12 * LAYER, "limited by its multiply-adds"
 
 
 def test_shared_and_finished_runs_are_counted_once(tmp_path: Path) -> None:
@@ -119,11 +116,7 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     verdict = run_study(study, Settings("cpu", tmp_path, runs=2, quiet=True), Workers(2))
     record = json.loads((tmp_path / "own" / "verdict.json").read_text())
     assert record["values"].keys() == {"tuned", "scratch"}
-    seeds = {
-        json.loads((tmp_path / folder / "config.json").read_text())["seed"]
-        for folders in record["folders"].values()
-        for folder in folders
-    }
+    seeds = {json.loads(file.read_text())["seed"] for file in tmp_path.glob("runs/*/config.json")}
     assert len(seeds) == 6, "independent"
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert len(before) == 6
@@ -132,34 +125,54 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     assert after == before, "nothing is run again"
 
 
-def write_verdict(study: Study, folder: Path, means: dict[str, float], definition: str = "d") -> dict[str, Any]:
-    found = plant(study, means)
-    info = {"command": "c", "seconds": 1.0, "definition": definition, "runs": {"count": 1, "seconds": 1.0}}
-    execute._write(study, "cpu", folder, found, study.decide(found), info)
+def store(folder: Path, outcome: str, rule: str, definition: str = "d") -> dict[str, Any]:
+    kept = "parts", "values", "metric", "runs", "seconds", "command", "environment", "claim", "source", "budget"
+    record = report.read_verdict(Path(__file__).parent.parent / "docs" / "studies" / "activation" / "verdict.json")
+    changes = {"study": "activation", "number": 32, "outcome": outcome, "why": "w", "rule": rule}
+    execute.store_verdict({**{name: record[name] for name in kept}, **changes, "definition": definition}, folder)
     return json.loads((folder / "verdict.json").read_text())
 
 
 def test_a_verdict_under_another_rule_is_kept_as_history(tmp_path: Path) -> None:
-    study, folder = studies()["activation"], tmp_path / "activation"
-    first = write_verdict(replace(study, rule="another"), folder, {"": 0.6})
-    assert first["history"] == []
-    second = write_verdict(study, folder, {"ReLU": 0.6, "GELU": 0.5})
-    again = write_verdict(study, folder, {"ReLU": 0.6, "GELU": 0.5})
-    assert again == second, "the same rule and arms replace a verdict"
-    first.pop("history")
-    assert second["history"] == [first]
-    assert (first["outcome"], second["outcome"]) == ("supported", "contradicted")
+    folder, rule = tmp_path / "activation", studies()["activation"].rule
+    first = store(folder, "supported", "another rule")
+    assert first.pop("history") == []
+    assert store(folder, "contradicted", rule)["history"] == [first]
+    assert store(folder, "contradicted", rule)["history"] == [first], "the same rule and arms replace a verdict"
     assert "| 32 | activation | supported |" in report.make_report(tmp_path).split("## History")[1]
-    third = write_verdict(study, folder, {"": 0.6}, definition="other arms")
+    third = store(folder, "supported", rule, definition="other arms")
     assert [one["outcome"] for one in third["history"]] == ["contradicted", "supported"]
 
 
-def test_intervals_are_fields_of_the_verdict(tmp_path: Path) -> None:
-    record = write_verdict(studies()["activation"], tmp_path / "activation", {"ReLU": 0.6, "GELU": 0.65})
-    (part,) = record["parts"]
-    assert part["effect"] == pytest.approx(0.05)
-    assert part["low"] < 0.05 < part["high"]
+def test_verdicts_are_written_from_the_ledger_alone(tmp_path: Path) -> None:
+    """The committed runs give the committed verdicts, without GPU and data; intervals are fields."""
+    docs = Path(__file__).parent.parent / "docs" / "studies"
+    verdict = run_study(
+        studies()["activation"], Settings("gpu", tmp_path, ledger=docs / "ledger.jsonl", quiet=True), Workers()
+    )
+    record, committed = (report.read_verdict(out / "activation" / "verdict.json") for out in (tmp_path, docs))
+    for name in ("rule", "definition", "budget", "outcome", "values", "seeds", "data"):
+        assert record[name] == committed[name], name
+    assert verdict.outcome == record["outcome"]
+    (part,), (expected,) = record["parts"], committed["parts"]
+    assert [part[name] for name in ("effect", "low", "high", "p")] == pytest.approx(
+        [expected[name] for name in ("effect", "low", "high", "p")]
+    )
     assert (part["runs"], part["holds"], record["seeds"]) == (16, "yes", 8)
+    assert record["runs"] == {name: committed["runs"][name] for name in record["runs"]}
+
+
+def test_an_error_in_a_rule_stops_only_its_study(tmp_path: Path) -> None:
+    arms, ledger = {"a": Arm(config(), is_trained=False)}, Ledger(tmp_path / "ledger.jsonl")
+    measure = lambda *_: {"top1": 0.5}  # noqa: E731
+    bad = make_study(arms, "bad", parts=lambda found: [found.above("a", "b")], measure=measure)
+    good = make_study(arms, "good", measure=measure)
+    found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), Workers()))
+    assert isinstance(found[bad], KeyError)
+    assert found[good] == run_study(good, Settings("cpu", tmp_path, quiet=True), Workers())
+    runs = Ledger(ledger.file).runs.values()
+    assert len(runs) == 5
+    assert all(one["device"] for one in runs), "without training, too"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

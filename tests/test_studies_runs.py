@@ -1,7 +1,7 @@
 """Many runs: the same numbers as one after the other, failures reported at the end, finished runs in the ledger."""
 
 import json
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,15 @@ import pytest
 import small_runs as runs
 from in_process import InProcess
 
-import plainvit
-from plainvit.config import Config
+from plainvit.config import Config, Optim
 from plainvit.disk import read_json
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, order_plans
 from plainvit.studies.queue import FailedRunsError, Queue
-from plainvit.studies.runs import Task, Workers, code_hash, compile_key, run_hash, run_name
-from plainvit.studies.study import Arm, Study, held_out
+from plainvit.studies.registry import studies
+from plainvit.studies.runs import RESULTS_VERSION, Task, Workers, compile_key, list_changes, run_hash, run_name
+from plainvit.studies.study import Arm, Study, held_out, rate_arms
+from plainvit.studies.transfer import redraw_positions
 from plainvit.studies.verdict import fact
 from plainvit.train.run import fit
 
@@ -25,7 +26,7 @@ def config(**changes: Any) -> Config:
     return runs.config(**{"steps": 2, "evaluations": 1, "device": "cpu"} | changes)
 
 
-def make_plan(name: str, arms: dict[str, Config | Arm], folder: Path, **fields: Any) -> Plan:
+def make_plan(name: str, arms: Mapping[str, Config | Arm], folder: Path, **fields: Any) -> Plan:
     made = {arm: one if isinstance(one, Arm) else Arm(one) for arm, one in arms.items()}
     parts = lambda _: [fact("f", 1.0, "1", True)]  # noqa: E731
     study = Study(name=name, claim="c", source="s", rule="r", arms=lambda _: made, parts=parts, **fields)
@@ -81,26 +82,22 @@ def test_run_hash_depends_on_settings_that_affect_the_result() -> None:
     assert len({run_hash(one) for one in (config, *others)}) == 5
 
 
-@pytest.mark.parametrize(
-    ("file", "counts"),
-    [
-        ("train/optim.py", True),
-        ("models/vit.py", True),
-        ("config.py", True),
-        ("data/new.py", True),
-        ("commands/parsing.py", False),
-        ("studies/report.py", False),
-        ("notes.txt", False),
-    ],
-)
-def test_code_hash_covers_executed_files(tmp_path: Path, file: str, counts: bool) -> None:
-    package = tmp_path / "plainvit"
-    shutil.copytree(Path(plainvit.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    before = code_hash.__wrapped__(package)
-    assert before == code_hash()
-    with (package / file).open("a") as changed:
-        changed.write("x = 1\n")
-    assert (code_hash.__wrapped__(package) != before) == counts
+def test_a_new_option_does_not_change_the_names_of_runs() -> None:
+    """Settings at their defaults are not part of a name; these are names in docs/studies/ledger.jsonl."""
+    assert list_changes(Config(data="digits", optim=Optim(lr=1e-3, clip=2.0))) == {
+        "kind": "Config",
+        "data": "digits",
+        "optim": {"kind": "Optim", "clip": 2.0},
+    }
+    arms = studies()["activation"].arms("gpu")
+    names = {job.run for jobs in Plan(studies()["activation"], arms, 8, Path()).jobs.values() for job in jobs}
+    assert names <= Ledger(Path(__file__).parent.parent / "docs" / "studies" / "ledger.jsonl").runs.keys()
+
+
+def test_the_results_version_belongs_to_the_golden_losses() -> None:
+    """Where losses change, runs do too: raise RESULTS_VERSION, and write both numbers here."""
+    golden = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
+    assert (RESULTS_VERSION, golden["cifar10"][-1], golden["digits"][-1]) == (1, 2.282924, 2.050171)
 
 
 # Ledger ---------------------------------------------------------------------------------------------------------------
@@ -108,7 +105,7 @@ def test_code_hash_covers_executed_files(tmp_path: Path, file: str, counts: bool
 
 def record(run: str, measurement: str, top1: float) -> dict[str, Any]:
     about = {"is_trained": True, "seconds": 1.0, "commit": None, "device": None}
-    return {"run": run, "values": {measurement: {"top1": top1}}, **about}
+    return {"run": run, "values": {measurement: {"top1": top1, "choice": top1}}, **about}
 
 
 def test_a_ledger_is_read_back_merged_and_cut_lines_are_ignored(tmp_path: Path) -> None:
@@ -121,8 +118,11 @@ def test_a_ledger_is_read_back_merged_and_cut_lines_are_ignored(tmp_path: Path) 
     again.add(record("c", "halves", 0.25))
     file.write_bytes(2 * file.read_bytes())  # as by `cat`
     last = Ledger(file)
-    assert [last.find("a", name) for name in ("halves", "held_out")] == [{"top1": 0.5}, {"top1": 0.75}]
-    assert (last.find("b", "halves"), last.find("c", "halves")) == (None, {"top1": 0.25})
+    assert [last.find("a", name) for name in ("halves", "held_out")] == [
+        {"top1": 0.5, "choice": 0.5},
+        {"top1": 0.75, "choice": 0.75},
+    ]
+    assert (last.find("b", "halves"), last.find("c", "halves")) == (None, {"top1": 0.25, "choice": 0.25})
 
 
 # Queue ----------------------------------------------------------------------------------------------------------------
@@ -180,6 +180,38 @@ def test_studies_that_need_the_least_time_come_first(tmp_path: Path) -> None:
         make_plan("shared", {"a": shared}, tmp_path),
     ]
     assert [plan.study.name for plan in order_plans(plans, Ledger(tmp_path / "no"))] == ["shared", "both", "long"]
+
+
+def test_runs_of_an_extended_grid_come_before_those_of_other_studies(tmp_path: Path) -> None:
+    """The highest rate is the best one, so that the grid is extended twice."""
+    arms = rate_arms("a", config(), (0.1, 0.2))
+    rates = {f"a at {lr:.1e}": lr for lr in (0.1, 0.2, 0.4, 0.8)}
+    others = {str(seed): config(train_fraction=seed / 10) for seed in range(1, 9)}
+    plans = [make_plan("grid", arms, tmp_path), make_plan("others", others, tmp_path)]
+    workers = InProcess()
+    workers.execute = lambda task: record(task.folder.name, "held_out", task.config.optim.lr)
+    drain(plans, Ledger(tmp_path / "ledger.jsonl"), workers)
+    assert list(plans[0].arms) == list(rates)
+    assert {job.run for job in plans[0].all_jobs()} <= set(workers.names[:6])
+
+
+def test_a_run_is_not_passed_over_for_ever(tmp_path: Path) -> None:
+    """A worker prefers runs like its last one, of which there are many."""
+    arms = {str(at): config(train_fraction=at / 100, steps=100 + at) for at in range(1, 40)}
+    plans = [make_plan("first", {"a": config(batch=8)}, tmp_path), make_plan("many", arms, tmp_path)]
+    workers = InProcess()
+    workers.execute = lambda task: record(task.folder.name, "held_out", 0.5)
+    workers.choose = lambda configs: len(configs) - 1  # never the first one if there is a choice
+    drain(plans, Ledger(tmp_path / "ledger.jsonl"), workers)
+    assert workers.names.index(plans[0].jobs["a"][0].run) <= 1 + workers.count
+
+
+def test_weights_that_cannot_be_edited_fail_their_study_only(tmp_path: Path) -> None:
+    arms = {"edited": Arm(config(model=None, init="nowhere"), edit=redraw_positions)}
+    plans = [make_plan("edited", arms, tmp_path), make_plan("other", {"a": config()}, tmp_path)]
+    found = drain(plans, Ledger(tmp_path / "ledger.jsonl"))
+    assert "nowhere" in str(found["edited"])
+    assert found["other"] is None
 
 
 def test_own_measurements_are_made_in_this_process(tmp_path: Path) -> None:

@@ -5,12 +5,9 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
-from verdicts import rate_verdicts
 
 from plainvit.studies import verdict
-from plainvit.studies.verdict import Estimate, above, contrast, fact, holm, judge, welch, within
-
-STUDIES = 20_000  # simulated
+from plainvit.studies.verdict import Estimate, Part, above, contrast, fact, holm, judge, welch, within
 
 
 def draw_samples(*sizes: int) -> list[list[float]]:
@@ -95,16 +92,21 @@ def test_all_parts_must_hold(effects: tuple[float, ...], outcome: str) -> None:
     assert judge([above("", estimate(effect)) for effect in effects]).outcome == outcome
 
 
-def test_equality_needs_the_interval_inside_the_margin() -> None:
-    for effect, outcome in ((0.0, "supported"), (1.0, "inconclusive"), (2.0, "contradicted"), (-2.0, "contradicted")):
-        assert judge([within("", estimate(effect), 1.0)]).outcome == outcome
-
-
-def test_facts_have_no_uncertainty() -> None:
-    part = above("", estimate(1.0))
-    assert judge([part, fact("", 2.0, "> 1", True)]).outcome == "supported"
-    assert judge([part, fact("", 0.5, "> 1", False)]).outcome == "contradicted"
-    assert judge([part, fact("", 0.5, "> 1", False, against=False)]).outcome == "inconclusive"
+@pytest.mark.parametrize(
+    ("part", "outcome"),
+    [
+        (within("", estimate(0.0), 1.0), "supported"),
+        (within("", estimate(1.0), 1.0), "inconclusive"),
+        (within("", estimate(2.0), 1.0), "contradicted"),
+        (within("", estimate(-2.0), 1.0), "contradicted"),
+        (fact("", 2.0, "> 1", True), "supported"),
+        (fact("", 0.5, "> 1", False), "contradicted"),
+        (fact("", 0.5, "> 1", False, against=False), "inconclusive"),
+        (above("", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0])), "inconclusive"),
+    ],
+)
+def test_a_part_decides_next_to_one_that_holds(part: Part, outcome: str) -> None:
+    assert judge([above("", estimate(1.0)), part]).outcome == outcome
 
 
 def test_fewer_than_three_runs_decide_nothing() -> None:
@@ -112,10 +114,6 @@ def test_fewer_than_three_runs_decide_nothing() -> None:
     one = welch([0.0], [1.0])
     assert math.isinf(one.interval[1])
     assert one.tail(0) == 1
-
-
-def test_values_that_are_not_finite_decide_nothing() -> None:
-    assert judge([above("", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0]))]).outcome == "inconclusive"
 
 
 def test_a_part_is_stored_with_effect_interval_and_runs() -> None:
@@ -128,43 +126,6 @@ def test_a_part_is_stored_with_effect_interval_and_runs() -> None:
 
 
 # Rates of wrong verdicts ----------------------------------------------------------------------------------------------
-
-
-def simulate(means: list[float], spreads: list[float]) -> list[Estimate]:
-    """The differences of the other arms to the first, with five runs each, in many simulated studies."""
-    random = np.random.default_rng(0)
-    first, *others = (random.normal(mean, spread, (STUDIES, 5)) for mean, spread in zip(means, spreads, strict=True))
-    return [contrast([(1.0, other), (-1.0, first)]) for other in others]
-
-
-@pytest.fixture(autouse=True)
-def quantile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Intervals of thousands of studies take long, and the verdict does not depend on them."""
-    if "wrong" in request.node.name or "true" in request.node.name:
-        monkeypatch.setattr(verdict, "student_quantile", lambda _: 2.0)
-
-
-def rate(parts: list[verdict.Part]) -> tuple[float, float]:
-    return rate_verdicts([part.p_for for part in parts], [part.p_against for part in parts])
-
-
-@pytest.mark.parametrize("means", [[0.0, 0.0, 0.0], [0.0, 9.0, 0.0]], ids=["none holds", "one holds"])
-@pytest.mark.parametrize("spreads", [[1.0, 1.0, 1.0], [1.0, 0.3, 3.0]], ids=["equal", "unequal"])
-def test_differences_are_wrong_in_at_most_5_percent(means: list[float], spreads: list[float]) -> None:
-    assert max(rate([above("", found) for found in simulate(means, spreads)])) <= 0.05
-
-
-@pytest.mark.parametrize("margin", [1.0, 3.0])
-def test_equality_is_wrong_in_at_most_5_percent(margin: float) -> None:
-    """The arms are just a margin apart, where neither verdict is right."""
-    assert max(rate([within("", found, margin) for found in simulate([0.0, margin], [0.5, 1.0])])) <= 0.05
-
-
-def test_a_true_effect_is_found() -> None:
-    """Five runs find a difference of three standard deviations in more than nine of ten studies."""
-    supported, contradicted = rate([above("", found) for found in simulate([0.0, 3.0], [1.0, 1.0])])
-    assert supported > 0.9
-    assert contradicted < 0.001
 
 
 @pytest.mark.parametrize("arms", [11, 12])

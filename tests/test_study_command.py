@@ -27,6 +27,7 @@ from plainvit.studies.verdict import fact
 
 Capture = pytest.CaptureFixture[str]
 COMMAND = Path(sys.executable).with_name("plainvit")
+DOCS = Path(__file__).parent.parent / "docs"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -51,7 +52,6 @@ def plant(out: Path, name: str, number: int, outcome: str = "supported", **chang
         "number": number,
         "claim": f"The claim of {name}.",
         "source": "ViT, Table 8",
-        "paper": "There it is so.",
         "rule": read_claims().get(name, {"rule": "a > b"})["rule"],
         "budget": "cpu",
         "outcome": outcome,
@@ -80,24 +80,18 @@ def test_claims_are_those_of_the_studies() -> None:
     assert set(range(1, 33)) - {number for number, _ in found} == {29}
 
 
-def test_listing_loads_no_torch(tmp_path: Path) -> None:
+def test_listing_shows_verdicts_and_loads_no_torch(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path, "positions", 1, "inconclusive", budget="gpu")
     code = "import sys; from plainvit.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    words = [sys.executable, "-c", code, "study", "list", "--out", str(tmp_path), "--json"]
-    rows = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    words = ["study", "list", "--out", str(tmp_path)]
+    rows = json.loads(subprocess.check_output([sys.executable, "-c", code, *words, "--json"]))
     assert [row["name"] for row in rows] == list(read_claims())
-    first = next(row for row in rows if row["name"] == "positions")
-    assert first["verdicts"] == {"cpu": None, "gpu": "inconclusive"}
-    assert {outcome for row in rows if row != first for outcome in row["verdicts"].values()} == {None}
-
-
-def test_list_as_a_table(tmp_path: Path, capsys: Capture) -> None:
-    plant(tmp_path, "positions", 1)
-    main(["study", "list", "--out", str(tmp_path)])
+    assert [row["verdicts"] for row in rows if row["name"] == "positions"] == [{"cpu": None, "gpu": "inconclusive"}]
+    assert {outcome for row in rows[1:] for outcome in row["verdicts"].values()} == {None}
+    main(words)
     out = capsys.readouterr().out
     assert all(name in out for name in read_claims())
-    assert out.count("(cpu)") == 1
-    assert "Number 29" in " ".join(out.split())
+    assert out.count("(gpu)") == 1
 
 
 # Report ---------------------------------------------------------------------------------------------------------------
@@ -138,23 +132,15 @@ def test_a_section_has_meaning_parts_arms_and_both_commits(tmp_path: Path) -> No
     assert "later" not in section, "runs are shown with the commit that made them"
 
 
-def test_the_outcome_rests_on_its_weakest_part() -> None:
+@pytest.mark.parametrize(
+    ("outcome", "deciding"), [("supported", "weak"), ("inconclusive", "open"), ("contradicted", "far out")]
+)
+def test_the_outcome_rests_on_its_weakest_part(outcome: str, deciding: str) -> None:
     """Of a contradicted claim on the part that is ruled out most clearly."""
-    parts = [
-        PART | {"name": name, "p": p, "holds": holds}
-        for name, p, holds in (
-            ("strong", 0.001, "yes"),
-            ("weak", 0.04, "yes"),
-            ("open", 0.3, "open"),
-            ("out", 0.01, "no"),
-            ("far out", 0.001, "no"),
-        )
-    ]
-    found = {
-        outcome: report.find_deciding({"outcome": outcome, "parts": parts})["name"]
-        for outcome in ("supported", "inconclusive", "contradicted")
-    }
-    assert found == {"supported": "weak", "inconclusive": "open", "contradicted": "far out"}
+    p_values = {"strong": (0.001, "yes"), "weak": (0.04, "yes"), "open": (0.3, "open")}
+    p_values |= {"out": (0.01, "no"), "far out": (0.001, "no")}
+    parts = [PART | {"name": name, "p": p, "holds": holds} for name, (p, holds) in p_values.items()]
+    assert report.find_deciding_part({"outcome": outcome, "parts": parts})["name"] == deciding
 
 
 def test_a_verdict_of_an_earlier_rule_is_history(tmp_path: Path) -> None:
@@ -183,47 +169,57 @@ def test_summary_shows_effect_interval_and_runs(tmp_path: Path, capsys: Capture)
 
 
 def test_docs_report_is_up_to_date() -> None:
-    out = Path(__file__).parent.parent / "docs" / "studies"
     again = "from plainvit.studies.report import *; write_report(Path('docs/studies'))"
-    assert report.report_path(out).read_text() == report.make_report(out), f'python -c "{again}"'
+    assert (DOCS / "studies.md").read_text() == report.make_report(DOCS / "studies"), f'python -c "{again}"'
 
 
-def test_a_damaged_verdict_exits_with_3(tmp_path: Path, capsys: Capture) -> None:
-    folder = plant(tmp_path, "positions", 1)
-    for text, words in (
-        ("{", "not valid JSON"),
-        ("{}", "'study' is missing"),
-        (json.dumps(json.loads((folder / "verdict.json").read_text()) | {"outcome": "maybe"}), "unknown outcome"),
-    ):
-        (folder / "verdict.json").write_text(text)
-        with pytest.raises(DataError, match=words):
-            report.make_report(tmp_path)
-    err = run_invalid(capsys, "list", "--out", str(tmp_path), code=3)
-    assert err.count("\n") == 1
+@pytest.mark.parametrize("damage", ["{", "{}", {"outcome": "maybe"}])
+def test_a_damaged_verdict_exits_with_3(damage: Any, tmp_path: Path, capsys: Capture) -> None:
+    file = plant(tmp_path, "positions", 1) / "verdict.json"
+    file.write_text(damage if isinstance(damage, str) else json.dumps(json.loads(file.read_text()) | damage))
+    with pytest.raises(DataError, match="positions"):
+        report.make_report(tmp_path)
+    assert run_invalid(capsys, "list", "--out", str(tmp_path), code=3).count("\n") == 1
 
 
-# The words ------------------------------------------------------------------------------------------------------------
+# Flags ----------------------------------------------------------------------------------------------------------------
 
 
-def test_invalid_arguments_exit_with_2(capsys: Capture, tmp_path: Path) -> None:
-    out = "--out", str(tmp_path / "out")
-    assert "unknown study 'positons'; nearest: positions" in run_invalid(capsys, "positions", "positons", *out)
-    assert "NAME" in run_invalid(capsys, *out)
-    assert "must be positive, got -1" in run_invalid(capsys, "positions", "--seeds", "-1", *out)
-    assert "invalid choice" in run_invalid(capsys, "positions", "--budget", "tpu", *out)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("positions", "positons"), "unknown study 'positons'; nearest: positions"),
+        ((), "NAME"),
+        (("positions", "--seeds", "-1"), "must be positive, got -1"),
+        (("positions", "--budget", "tpu"), "invalid choice"),
+    ],
+)
+def test_invalid_arguments_exit_with_2(words: tuple[str, ...], message: str, capsys: Capture, tmp_path: Path) -> None:
+    assert message in run_invalid(capsys, *words, "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 @without_gpu
-def test_missing_gpu_exits_with_5_after_the_plan(capsys: Capture, tmp_path: Path) -> None:
-    """So that the cost is known before a GPU is."""
-    err = run_invalid(capsys, "positions", "axial", "--out", str(tmp_path / "out"), "--budget", "gpu", code=5)
-    assert "positions: 32 runs, about " in err
-    assert "all 2 studies: 40 runs, about " in err  # plain attention is one of the arms of both
-    err = run_invalid(capsys, "positions", "--out", str(tmp_path / "out"), "--json", "--budget", "gpu", code=5)
+def test_the_plan_comes_before_the_gpu_is_needed(capsys: Capture, tmp_path: Path) -> None:
+    words = "positions", "axial", "--out", str(tmp_path / "out"), "--budget", "gpu"
+    main(["study", *words, "--dry-run"])
+    plan = capsys.readouterr().err
+    assert "positions: 32 runs, about " in plan
+    assert "all 2 studies: 40 runs, about " in plan  # plain attention is one of the arms of both
+    assert run_invalid(capsys, *words, code=5).startswith(plan)
+    err = run_invalid(capsys, *words, "--json", code=5)
     assert err.count("\n") == 1
     assert "needs a CUDA GPU" in err
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_the_plan_of_all_studies_reuses_the_committed_runs(capsys: Capture) -> None:
+    main(["study", "all", "--budget", "gpu", "--out", str(DOCS / "studies"), "--dry-run"])
+    lines = dict(line.split(": ") for line in capsys.readouterr().err.splitlines() if ": " in line)
+    assert lines.keys() == {*studies(), f"all {len(studies())} studies"}
+    decided = [name for name, one in report.read_verdicts(DOCS / "studies").items() if report.is_current(one)]
+    assert decided
+    assert all(lines[name].startswith("0 runs") for name in decided if name != "stochastic-depth")  # only on a CPU
 
 
 def make_study(name: str, data: str = "digits") -> Study:
@@ -232,27 +228,23 @@ def make_study(name: str, data: str = "digits") -> Study:
     return Study(name=name, number=90, claim="c", source="s", rule="r", arms=lambda _: arms, parts=parts)
 
 
-def replace_studies(patch: pytest.MonkeyPatch, *made: Study) -> None:
-    claims = {one.name: {"number": 90, "claim": "c", "source": "s", "rule": "r"} for one in made}
-    for module in ("claims", "report"):
-        patch.setattr(f"plainvit.studies.{module}.read_claims", lambda: claims)
-    patch.setattr("plainvit.studies.registry.studies", lambda: {one.name: one for one in made})
-
-
 @pytest.mark.slow
 def test_a_failed_study_does_not_stop_the_others(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_studies(monkeypatch, make_study("absent", str(tmp_path / "nowhere")), make_study("there"))
+    made = make_study("absent", str(tmp_path / "nowhere")), make_study("there")
+    claims = {one.name: {"number": 90, "claim": "c", "source": "s", "rule": "r"} for one in made}
+    for module in ("claims", "report"):
+        monkeypatch.setattr(f"plainvit.studies.{module}.read_claims", lambda: claims)
+    monkeypatch.setattr("plainvit.studies.registry.studies", lambda: {one.name: one for one in made})
     with pytest.raises(SystemExit) as caught:
         main(["study", "all", "--out", str(tmp_path / "out"), "--seeds", "1", "--json"])
     out, err = capsys.readouterr()
     assert caught.value.code == 3
     assert "1 of 2 studies failed, first absent: " in err
     (said,) = json.loads(out)
-    assert (said["study"], said["outcome"]) == ("there", "inconclusive")
+    assert (said["study"], said["outcome"], said["runs"]["count"]) == ("there", "inconclusive", 1)
     assert said["command"] == "plainvit study there --budget cpu --seeds 1"
-    assert said["runs"]["count"] == 1
     assert (tmp_path / "out.md").read_text().count("| 90 |") == 2  # with its verdict, and not run
 
 
@@ -263,66 +255,67 @@ def test_a_smaller_budget_does_not_replace_a_larger_ones_verdict(tmp_path: Path)
         run_study(make_study("tiny"), Settings("cpu", tmp_path, quiet=True), Workers())
 
 
-# One's own ------------------------------------------------------------------------------------------------------------
+# Own studies ----------------------------------------------------------------------------------------------------------
 
 
-def shown_in_docs() -> str:
-    text = (Path(__file__).parent.parent / "docs" / "analyse.md").read_text()
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "STUDY" in block)
-    return code
+@pytest.fixture
+def own_file(tmp_path: Path) -> Path:
+    """The study that docs/analyse.md shows."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "analyse.md").read_text(), re.S)
+    (code,) = (block for block in blocks if "STUDY" in block)
+    file = tmp_path / "rate.py"
+    file.write_text(code)
+    return file
 
 
 @pytest.mark.slow
-def test_the_study_that_the_docs_show_runs(tmp_path: Path, capsys: Capture) -> None:
-    file, out = tmp_path / "rate.py", tmp_path / "out"
-    file.write_text(shown_in_docs().replace("steps=300", "steps=2"))
-    main(["study", f"{file}:STUDY", "--out", str(out), "--seeds", "1", "--at-once", "1", "--json"])
+def test_the_study_that_the_docs_show_runs(own_file: Path, capsys: Capture) -> None:
+    out = own_file.with_name("out")
+    own_file.write_text(own_file.read_text().replace("steps=300", "steps=2"))
+    main(["study", f"{own_file}:STUDY", "--out", str(out), "--seeds", "1", "--at-once", "1", "--json"])
     (said,) = json.loads(capsys.readouterr().out)
     assert (said["study"], said["outcome"], said["runs"]["count"]) == ("rate", "inconclusive", 2)
-    assert said["command"] == f"plainvit study {file}:STUDY --budget cpu --seeds 1"
-    text = report.report_path(out).read_text()
-    assert "\n## rate\n" in text
-    assert "[rate](#rate)" in text
+    assert said["command"] == f"plainvit study {own_file}:STUDY --budget cpu --seeds 1"
+    assert "[rate](#rate)" in report.report_path(out).read_text()
 
 
-def test_the_study_that_the_docs_show_decides(tmp_path: Path) -> None:
-    file = tmp_path / "rate.py"
-    file.write_text(shown_in_docs())
-    made = own_study(f"{file}:STUDY")
-    arms = made.arms("cpu")
-    for high, outcome in ((0.9, "supported"), (0.7, "contradicted")):
-        values = {"0.001": [{"top1": 0.8 + 0.01 * seed} for seed in range(3)], "0.004": [{"top1": high}] * 3}
-        assert made.decide(Results(arms, values)).outcome == outcome
-    assert {arm.config.optim.lr for arm in arms.values()} == {0.001, 0.004}
+@pytest.mark.parametrize(("high", "outcome"), [(0.9, "supported"), (0.7, "contradicted")])
+def test_the_study_that_the_docs_show_decides(high: float, outcome: str, own_file: Path) -> None:
+    made = own_study(f"{own_file}:STUDY")
+    values = {"0.001": [{"top1": 0.8 + 0.01 * seed} for seed in range(3)], "0.004": [{"top1": high}] * 3}
+    assert made.decide(Results(made.arms("cpu"), values)).outcome == outcome
 
 
-def test_invalid_own_studies_exit_with_2(tmp_path: Path, capsys: Capture) -> None:
-    file = tmp_path / "rate.py"
-    file.write_text(shown_in_docs())
-    assert f"{tmp_path}/no.py" in run_invalid(capsys, f"{tmp_path}/no.py:STUDY")
-    assert "FILE.py:STUDY; it defines STUDY" in run_invalid(capsys, str(file))
-    assert "no study 'base'" in run_invalid(capsys, f"{file}:base")
+def test_invalid_own_studies_exit_with_2(own_file: Path, capsys: Capture) -> None:
+    code = own_file.read_text()
+    assert "no.py" in run_invalid(capsys, f"{own_file.parent}/no.py:STUDY")
+    assert "FILE.py:STUDY; it defines STUDY" in run_invalid(capsys, str(own_file))
+    assert "no study 'base'" in run_invalid(capsys, f"{own_file}:base")
     for name in ("positions", "runs", "../rate"):
-        file.write_text(shown_in_docs().replace('name="rate"', f'name="{name}"'))
-        assert f"name '{name}'" in run_invalid(capsys, f"{file}:STUDY")
-    file.write_text("1 / 0")
-    assert "ZeroDivisionError" in run_invalid(capsys, f"{file}:STUDY")
+        own_file.write_text(code.replace('name="rate"', f'name="{name}"'))
+        assert f"name '{name}'" in run_invalid(capsys, f"{own_file}:STUDY")
+    own_file.write_text("1 / 0")
+    assert "ZeroDivisionError" in run_invalid(capsys, f"{own_file}:STUDY")
 
 
 # Interruptions --------------------------------------------------------------------------------------------------------
 
 
-def begun(out: Path, steps: int) -> bool:
-    return any(len(file.read_text().splitlines()) > steps for file in out.glob("runs/*/metrics.jsonl"))
+def wait_until(condition: Any, process: subprocess.Popen | None = None) -> None:
+    end = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < end
+        assert process is None or process.poll() is None
+        time.sleep(0.05)
 
 
-def left(group: int) -> bool:
-    """Whether any process of the group is still there."""
+def has_ended(group: int) -> bool:
+    """Whether no process of the group is left."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
-        return False
-    return True
+        return True
+    return False
 
 
 @pytest.mark.slow
@@ -331,11 +324,7 @@ def test_an_interrupted_study_resumes(tmp_path: Path, how: str) -> None:
     out = tmp_path / "out"
     words = [COMMAND, "study", "positions", "--out", str(out), "--seeds", "1"]
     first = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    end = time.monotonic() + 200
-    while not begun(out, 40):
-        assert first.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: any(len(f.read_text().splitlines()) > 40 for f in out.glob("runs/*/metrics.jsonl")), first)
     if how == "ctrl-c":
         os.killpg(first.pid, signal.SIGINT)  # a terminal sends it to all processes
     else:
@@ -345,9 +334,7 @@ def test_an_interrupted_study_resumes(tmp_path: Path, how: str) -> None:
         assert (first.returncode, printed) == (130, "")
         assert said.splitlines()[-1].startswith("plainvit: interrupted; run the same command to resume")
         assert "Traceback" not in said
-    while left(first.pid):
-        assert time.monotonic() < end + 100, "workers outlive the command"
-        time.sleep(0.2)
+    wait_until(lambda: has_ended(first.pid))
     saved = {file.parent: json.loads(file.read_text())["step"] for file in out.glob("runs/*/status.json")}
     assert max(saved.values()) >= 40
     assert not (out / "positions").exists()

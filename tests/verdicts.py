@@ -4,18 +4,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from plainvit.studies.study import Results, Study
+from plainvit.studies.study import Budget, Results, Study
 
 Planted = Mapping[str, float | Mapping[str, float]]
 
 
-def plant(study: Study, means: Planted, spread: float = 0.001, runs: int = 0) -> Results:
-    """The arms of --budget cpu with these means; the longest name that an arm starts with counts.
+def plant(study: Study, means: Planted, spread: float = 0.001, runs: int = 0, budget: Budget = "cpu") -> Results:
+    """The arms with these means; the longest name that an arm starts with counts.
 
     A number is the mean of all metrics. The noise has mean 0, so that planted means are observed (nearly) exactly.
     """
     runs = runs or study.runs
-    arms = {name: arm for name, arm in study.arms("cpu").items() if arm.is_compared}
+    arms = {name: arm for name, arm in study.arms(budget).items() if arm.is_compared}
     values: dict[str, list[dict[str, float]]] = {}
     for at, arm in enumerate(arms):
         mean = means[max((name for name in means if arm.startswith(name)), key=len)]

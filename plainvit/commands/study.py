@@ -42,6 +42,7 @@ def study(
     data_root: str = "",
     minutes: float = 0.0,
     ledger: str = "",
+    dry_run: bool = False,
     json: bool = False,
 ) -> None:
     """Test a claim of the paper with small runs: supported, contradicted or inconclusive.
@@ -49,8 +50,7 @@ def study(
     The arms of a study differ in one setting, have several independent runs and are compared on held-out training
     images. OUT/NAME holds the table, figure and verdict, OUT.md a report of all studies.
     The number of runs and the GPU time are printed first, and the studies that cost least come first. Finished runs
-    are reused unless plainvit's code changed, so the same command resumes an interrupted study. Exit code 4 if runs
-    failed.
+    are reused, so the same command resumes an interrupted study. Exit code 4 if runs failed.
 
     Args:
         names: Names from `plainvit study list`, all, or FILE.py:STUDY for your own (the file is executed)
@@ -61,6 +61,7 @@ def study(
         data_root: Folder with the known datasets and published weights (not needed for cpu)
         minutes: Stop after this time; the same command continues with the finished runs
         ledger: File of finished runs, which is read and appended to; default: OUT/ledger.jsonl
+        dry_run: Print the number of runs and the GPU time, and run nothing
         json: Print JSON instead of a table
     """
     started = time.monotonic()
@@ -68,24 +69,29 @@ def study(
         if value < 0:
             raise ValueError(f"{flag} must be positive, got {value}")
     chosen = _find_studies(names)
+    from plainvit.studies import report
     from plainvit.studies.execute import Settings
     from plainvit.studies.runs import Workers
 
     deadline = started + 60 * minutes if minutes else math.inf
     settings = Settings(budget, out, seeds, data_root, Path(ledger) if ledger else None, deadline, quiet=json)
-    if not json:
+    if dry_run or not json:
         _print_plan(chosen, settings)
-    processes = at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 8}[budget]
+    if dry_run:
+        return
     try:
-        with Workers(processes) as workers:
+        with Workers(at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 8}[budget]) as workers:
             failed, decided = _run_studies(chosen, settings, workers)
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
-    _print_verdicts(chosen, out, json=json, is_needed=json and not failed)
+    found = report.read_verdicts(out)
+    verdicts = [found[one.name] for one in chosen if one.name in found and report.is_current(found[one.name])]
+    if verdicts or (json and not failed):
+        print_result(verdicts, None if json else report.render_summary(verdicts, out))
     if failed:
-        first = next(iter(failed))
+        name, error = next(iter(failed.items()))
         prefix = f"{len(failed)} of {len(chosen)} studies failed, first " if len(chosen) > 1 else ""
-        exit_with_error(f"{prefix}{first}: {_first_line(failed[first])}", getattr(failed[first], "exit_code", 2))
+        exit_with_error(f"{prefix}{name}: {_first_line(error)}", getattr(error, "exit_code", 2))
     if decided < len(chosen) and not json:
         words = f"{decided} of {len(chosen)} studies finished within {minutes:g} minutes"
         print(f"{words}; run the same command to resume", file=sys.stderr)
@@ -115,6 +121,9 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
 
     known = settings.open_ledger()
     plans = [Plan(one, one.arms(settings.budget), settings.runs or one.runs, settings.out / "runs") for one in chosen]
+    for plan in plans:
+        while not plan.wanted(known) and plan.extend(known):
+            pass
     groups = {plan.study.name: [plan] for plan in plans}
     if len(chosen) > 1:
         groups[f"all {len(chosen)} studies"] = plans
@@ -122,6 +131,10 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
         count, seconds = missing_time(group, known)
         cost = f", about {readable(seconds)} of an H200" if settings.budget == "gpu" else ""
         print(f"{name}: {count} runs{cost}", file=sys.stderr)
+    names = {job.run for plan in plans for job in plan.all_jobs()} & known.runs.keys()
+    commits = ", ".join(sorted({known.runs[name]["commit"] or "unknown" for name in names}))
+    if names:
+        print(f"{len(names)} finished runs are reused, of commit {commits}", file=sys.stderr)
 
 
 def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers") -> tuple[dict[str, Exception], int]:
@@ -146,13 +159,3 @@ def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers"
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _print_verdicts(chosen: "list[Study]", out: Path, *, json: bool, is_needed: bool) -> None:
-    """Print the verdicts on the chosen studies and the path of the report."""
-    from plainvit.studies import report
-
-    found = report.read_verdicts(out)
-    verdicts = [found[one.name] for one in chosen if one.name in found and report.is_present(found[one.name])]
-    if verdicts or is_needed:
-        print_result(verdicts, None if json else report.render_summary(verdicts, out))

@@ -31,14 +31,15 @@ def vtab(
         setting: paper: 2,500 steps, batch 512, 384 px; light: 500 steps, batch 64, the model's size
         steps: Number of steps, in place of the setting's
         seed: Seed of the image order and augmentation
-        out: Folder of the runs and of vtab.json; default: runs/vtab-SETTING-HASH
+        out: Folder of the runs and of vtab.json; default: runs/vtab-WEIGHTS-SETTING
     """
     from plainvit.studies import vtab as study
 
     if steps < 0:
         raise ValueError(f"--steps must be at least 1, got {steps}")
     config = study.base_config(init, setting, steps=steps, seed=seed, device=device)
-    report = study.run_tasks(config, data_root, out or study.default_folder(config, setting), tasks, quiet=json)
-    print_result(report, None if json else study.table(report, with_paper=setting == "paper"))
+    out = out or Path("runs") / f"vtab-{Path(init).stem}-{setting}"
+    report = study.run_tasks(config, data_root, out, tasks, quiet=json)
+    print_result(report, None if json else study.render_report(report))
     if any(row["state"] == "diverged" for row in report["tasks"].values()):
         sys.exit(4)

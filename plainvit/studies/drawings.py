@@ -98,7 +98,7 @@ def _set_ticks(axes: Axes, ticks: Sequence[float]) -> None:
     if not 0 < 4 * ticks[0] <= ticks[-1]:
         axes.set_xticks(ticks)
         return
-    kept = ticks[:1]
+    kept = [ticks[0]]
     for tick in ticks[1:]:
         kept += [tick] if tick > 1.4 * kept[-1] else []
     set_log_ticks(axes, kept)

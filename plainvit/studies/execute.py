@@ -2,8 +2,8 @@
 
     plainvit study positions --budget cpu          supported, contradicted or inconclusive
 
-Results are OUT/NAME/{verdict.json, figure.png}. Runs are stored in OUT/runs by the hashes of config and code, and their
-numbers in a ledger: studies share them, and a finished run is repeated only if the code changed.
+Results are OUT/NAME/{verdict.json, figure.png}. Runs are stored in OUT/runs by a hash of their settings, and their
+numbers in a ledger: studies share them, and a finished run is not repeated.
 """
 
 import json
@@ -30,9 +30,9 @@ from plainvit.studies.drawings import draw_study
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan
 from plainvit.studies.queue import Queue
-from plainvit.studies.report import is_present
+from plainvit.studies.report import is_current
 from plainvit.studies.runs import Workers, execute
-from plainvit.studies.study import BUDGETS, Arm, Budget, Results, Study, families_at_edge
+from plainvit.studies.study import BUDGETS, Arm, Budget, Study
 from plainvit.studies.verdict import Verdict
 
 log = logging.getLogger("plainvit")
@@ -73,12 +73,12 @@ def run_studies(
         except (ValueError, OSError) as error:
             yield study, error
     trained = [plan for plan in plans if any(arm.is_trained for arm in plan.arms.values())]
+    for plan in plans:  # before the workers start, because measuring speed needs an idle machine
+        if plan not in trained and (found := measure_untrained(plan, ledger, settings)):
+            yield plan.study, found
     queue = Queue(trained, ledger, workers, settings.deadline, can_train=can_train, quiet=settings.quiet)
     for plan, error in queue.run():
-        yield plan.study, error or write_verdict(plan, ledger, settings)
-    for plan in plans:  # the others need the machine for themselves, such as to measure times
-        if plan not in trained and not workers.running and measure_untrained(plan, ledger, settings.deadline):
-            yield plan.study, write_verdict(plan, ledger, settings)
+        yield plan.study, error or try_verdict(plan, ledger, settings)
 
 
 def run_study(study: Study, settings: Settings, workers: Workers) -> Verdict:
@@ -102,20 +102,32 @@ def plan_study(study: Study, settings: Settings, ledger: Ledger, *, can_train: b
     return plan
 
 
-def measure_untrained(plan: Plan, ledger: Ledger, deadline: float) -> bool:
-    """Measures a study without training in this process; returns whether the time was enough."""
+def measure_untrained(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict | Exception | None:
+    """Measures a study without training in this process; returns None if the time was not enough."""
     for run, job in plan.wanted(ledger).items():
-        if time.monotonic() > deadline:
-            return False
+        if time.monotonic() > settings.deadline:
+            return None
         assert job.measure
-        ledger.add(execute(to_json(job.config), plan.folder / run, (job.measure,), is_trained=False))
-    return True
+        try:
+            ledger.add(execute(to_json(job.config), plan.folder / run, (job.measure,), is_trained=False))
+        except Exception as error:  # such as too little memory: the other studies go on
+            return error
+    return try_verdict(plan, ledger, settings)
+
+
+def try_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict | Exception:
+    """The verdict; an error in the rule or figure of a study does not stop the others."""
+    try:
+        return write_verdict(plan, ledger, settings)
+    except Exception as error:
+        log.warning("%s has no verdict", plan.study.name, exc_info=True)
+        return error
 
 
 def check_verdict(study: Study, budget: Budget, folder: Path) -> None:
     """Fails if a verdict of a larger budget would be replaced."""
     stored = read_verdict_file(folder)
-    if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and is_present(stored):
+    if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and is_current(stored):
         larger = stored["budget"]
         raise ValueError(f"{folder} has the verdict of {study.name} for --budget {larger}: choose another --out")
 
@@ -152,33 +164,50 @@ def _check_set(data: str, data_root: str) -> None:
 def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
     """Decides a study whose runs are all finished, and writes its folder."""
     study, found = plan.study, plan.results(ledger)
-    for family, arm in families_at_edge(found).items():
-        log.warning("%s: the best rate of %s (%s) is at the edge of its grid", study.name, family, arm)
-    verdict = study.decide(found)
-    trained = {arm: jobs for arm, jobs in plan.jobs.items() if plan.arms[arm].is_trained}
-    runs = summarize_runs([job.run for job in plan.all_jobs()], ledger)
-    run_info = {
+    verdict, runs = study.decide(found), summarize_runs([job.run for job in plan.all_jobs()], ledger)
+    command = f"plainvit study {study.spec or study.name} --budget {settings.budget}"
+    command += f" --seeds {plan.count}" * (plan.count != study.runs) + " --data-root DIR" * bool(settings.data_root)
+    machine = environment("cuda" if settings.budget != "cpu" and torch.cuda.is_available() else "cpu")
+    record = {
+        **{name: getattr(study, name) for name in ("number", "claim", "source", "paper", "limits", "rule", "metric")},
+        "study": study.name,
+        "budget": settings.budget,
+        "outcome": verdict.outcome,
+        "why": verdict.why,
+        "parts": verdict.parts,
+        "seeds": plan.count,
+        "values": found.values,
+        "data": sorted({arm.config.data for arm in found.arms.values() if arm.config.data}),
+        "rule_commit": find_rule_commit(study),
         "definition": plan.definition,
         "seconds": runs["seconds"],
         "runs": runs,
-        "folders": {arm: [f"runs/{job.run}" for job in jobs] for arm, jobs in trained.items()},
-        "command": f"plainvit study {study.spec or study.name} --budget {settings.budget}"
-        + f" --seeds {plan.count}" * (plan.count != study.runs)
-        + " --data-root DIR" * bool(settings.data_root),
+        "command": command,
+        "environment": {name: machine[name] for name in ("plainvit", "commit", "python", "torch", "device")},
     }
-    _write(study, settings.budget, settings.out / study.name, found, verdict, run_info)
+    store_verdict(record, settings.out / study.name)
+    save(draw_study(study, found), settings.out / study.name / "figure.png")
     return verdict
 
 
+def store_verdict(record: Mapping[str, Any], folder: Path) -> None:
+    """Writes verdict.json; a verdict under another rule or with other arms is kept in `history`."""
+    stored = read_verdict_file(folder)
+    history = stored.pop("history", [])
+    if stored and (stored["rule"], stored.get("definition")) != (record["rule"], record["definition"]):
+        history = [stored, *history]
+    make_folder(folder)
+    write_text(folder / "verdict.json", json.dumps(finite({**record, "history": history}), indent=1) + "\n")
+
+
 def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
-    """Number, time, commits, code and devices of the runs, which may be older than the verdict."""
+    """Number, time, commits and devices of the runs, which may be older than the verdict."""
     known = [ledger.runs[name] for name in dict.fromkeys(names) if name in ledger.runs]
     trained = [one for one in known if one["is_trained"]]
     return {
         "count": len(trained),
         "seconds": round(sum(one["seconds"] for one in known), 1),
         "commits": sorted({one["commit"] for one in known if one["commit"]}),
-        "code": sorted({one["run"].rpartition("-")[2] for one in known}),
         "devices": sorted({one["device"] for one in known if one["device"]}),
     }
 
@@ -191,32 +220,3 @@ def find_rule_commit(study: Study) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip() or None
-
-
-def _write(
-    study: Study, budget: Budget, folder: Path, found: Results, verdict: Verdict, run_info: Mapping[str, Any]
-) -> None:
-    """Writes the folder; a verdict under another rule or with other arms is kept in `history`."""
-    machine = environment("cuda" if budget != "cpu" and torch.cuda.is_available() else "cpu")
-    stored = read_verdict_file(folder)
-    history = stored.pop("history", [])
-    if stored and (stored["rule"], stored.get("definition")) != (study.rule, run_info["definition"]):
-        history = [stored, *history]
-    record = {
-        **{name: getattr(study, name) for name in ("number", "claim", "source", "paper", "rule", "metric")},
-        "study": study.name,
-        "budget": budget,
-        "outcome": verdict.outcome,
-        "why": verdict.why,
-        "parts": verdict.parts,
-        "seeds": max(map(len, found.values.values())),
-        "values": found.values,
-        "data": sorted({arm.config.data for arm in found.arms.values() if arm.config.data}),
-        "rule_commit": find_rule_commit(study),
-        **run_info,
-        "environment": {name: machine[name] for name in ("plainvit", "commit", "python", "torch", "device")},
-        "history": history,
-    }
-    make_folder(folder)
-    write_text(folder / "verdict.json", json.dumps(finite(record), indent=1) + "\n")
-    save(draw_study(study, found), folder / "figure.png")

@@ -248,16 +248,20 @@ def rollout_parts(found: Results) -> list[Part]:
     ]
 
 
-def train(make: Callable[[Budget], Config]) -> Callable[[Budget], dict[str, Arm]]:
+def with_untrained(make: Callable[[Budget], Config]) -> Callable[[Budget], dict[str, Arm]]:
     return lambda budget: trained_and_untrained(make(budget))
 
 
 STUDIES = (
-    define("learned-positions", train(fine_grid), position_parts, measure=measure_positions, metric="nearness"),
-    define("learned-filters", train(wide_patches), filter_parts, measure=measure_filters, metric="rank", runs=8),
+    define(
+        "learned-positions", with_untrained(fine_grid), position_parts, measure=measure_positions, metric="nearness"
+    ),
+    define(
+        "learned-filters", with_untrained(wide_patches), filter_parts, measure=measure_filters, metric="rank", runs=8
+    ),
     define(
         "attention-distance",
-        train(fine_grid),
+        with_untrained(fine_grid),
         attention_parts,
         measure=measure_attention,
         metric="range",
@@ -272,5 +276,5 @@ STUDIES = (
         draw=draw_attention,
         runs=8,
     ),
-    define("rollout", train(shapes_config), rollout_parts, measure=measure_rollout, metric="ratio", runs=8),
+    define("rollout", with_untrained(shapes_config), rollout_parts, measure=measure_rollout, metric="ratio", runs=8),
 )

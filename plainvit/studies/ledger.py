@@ -3,8 +3,8 @@
     ledger = Ledger(Path("studies/ledger.jsonl"))
     ledger.find(run_name(config), "held_out")           {"top1": 0.71, ...}, or None
 
-Each line is one run: its name (a hash of the config and of the code that trains), its values by measurement, and its
-time, device and commit. Files may be concatenated.
+Each line is one run: its name (a hash of its settings, and RESULTS_VERSION), its values by measurement, and its time,
+device and commit. Files may be concatenated.
 """
 
 import json

@@ -10,7 +10,6 @@ makes Welch's intervals too wide, never too narrow.
 """
 
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,14 +35,13 @@ class Job:
     seconds: float  # estimate
     measure: Measure | None  # None: it is only a start for other runs
     is_trained: bool
-    parent: str = ""  # the run that it starts from
-    edit: Callable[..., Any] | None = None
-    source: Path = Path()  # of the edited weights
-    is_local: bool = False  # measured in this process: functions of a user's file are unknown to the workers
+    parent: str  # the run that it starts from
+    edit: Callable[..., Any] | None  # makes its initial weights from those of `source`
+    source: Path
+    is_local: bool  # measured in this process: functions of a user's file are unknown to the workers
 
     @cached_property
     def run(self) -> str:
-        """Its name; computed once, when its config is complete."""
         return run_name(self.config)
 
     def values(self, ledger: Ledger) -> dict[str, float] | None:
@@ -71,33 +69,31 @@ class Plan:
         self.add_jobs()
 
     def add_jobs(self) -> None:
-        """Jobs of the arms that have none, each after the arm that it starts from."""
-        for arm in (arm for stage in order_stages(self.arms) for arm in stage):
-            if arm not in self.jobs:
-                seed, seconds = first_seed(self.arms, arm), estimate_run(self.arms, arm)
-                self.jobs[arm] = [self._make_job(arm, index, seed + index, seconds) for index in range(self.count)]
+        """Jobs of the arms that have none."""
+        for name, arm in self.arms.items():
+            if arm.parent and arm.parent not in self.jobs:
+                raise ValueError(f"arm {name!r} starts from {arm.parent!r}: define that arm first")
+            if name not in self.jobs:
+                seed, seconds = first_seed(self.arms, name), estimate_run(self.arms, name)
+                self.jobs[name] = [self._make_job(name, index, seed + index, seconds) for index in range(self.count)]
 
     def _make_job(self, name: str, index: int, seed: int, seconds: float) -> Job:
         arm = self.arms[name]
         config = arm.config.replace(seed=seed)
-        job = Job(
-            f"{self.study.name}: {name}, run {index + 1}",
-            config,
-            seconds,
-            self.study.measure if arm.is_compared else None,
-            arm.is_trained,
+        start = parent = self.folder / self.jobs[arm.parent][index].run if arm.parent else Path(config.init)
+        if arm.edit:
+            start = self.folder / f"{parent.name}-{arm.edit.__name__}-{run_hash(config)}"
+        return Job(
+            label=f"{self.study.name}: {name}, run {index + 1}",
+            config=config.replace(init=str(start)) if arm.parent or arm.edit else config,
+            seconds=seconds,
+            measure=self.study.measure if arm.is_compared else None,
+            is_trained=arm.is_trained,
+            parent=parent.name if arm.parent else "",
+            edit=arm.edit,
+            source=parent,
             is_local=bool(self.study.spec),
         )
-        start = Path(config.init)
-        if arm.parent:
-            job.parent = self.jobs[arm.parent][index].run
-            start = self.folder / job.parent
-        if arm.edit:
-            job.edit, job.source = arm.edit, start
-            start = self.folder / name_edit(arm.edit, start, config)
-        if arm.parent or arm.edit:
-            job.config = config.replace(init=str(start))
-        return job
 
     def all_jobs(self) -> Iterator[Job]:
         return (job for jobs in self.jobs.values() for job in jobs)
@@ -131,12 +127,6 @@ class Plan:
         return False
 
 
-def name_edit(edit: Callable[..., Any], before: Path, config: Config) -> str:
-    """The folder name of edited weights; it changes with their code."""
-    code = hashlib.sha256(inspect.getsource(edit).encode()).hexdigest()[:8]
-    return f"{before.name}-{edit.__name__}-{code}-{run_hash(config)}"
-
-
 def order_plans(plans: Iterable[Plan], ledger: Ledger) -> list[Plan]:
     """Next is always the study that needs the least time for runs which no earlier study needs."""
     rest = {plan.study.name: {run: job.seconds for run, job in plan.wanted(ledger).items()} for plan in plans}
@@ -152,9 +142,7 @@ def order_plans(plans: Iterable[Plan], ledger: Ledger) -> list[Plan]:
 
 def missing_time(plans: Iterable[Plan], ledger: Ledger) -> tuple[int, float]:
     """(number of missing runs, seconds of a GPU); runs that studies share are counted once."""
-    wanted: dict[str, float] = {}
-    for plan in plans:
-        wanted |= {run: job.seconds for run, job in plan.wanted(ledger).items() if job.is_trained}
+    wanted = {run: job.seconds for plan in plans for run, job in plan.wanted(ledger).items()}
     return len(wanted), sum(wanted.values())
 
 
@@ -167,18 +155,6 @@ def first_seed(arms: Mapping[str, Arm], name: str) -> int:
     start = str(first_seed(arms, arm.parent)) if arm.parent else arm.config.init
     edited = f"{start}-{arm.edit.__name__}" if arm.edit else start
     return int(run_hash(arm.config.replace(seed=0, init=edited))[:12], 16)
-
-
-def order_stages(arms: Mapping[str, Arm]) -> list[list[str]]:
-    """Arms in stages; each comes after the arm it starts from."""
-    done: list[str] = []
-    ordered: list[list[str]] = []
-    while len(done) < len(arms):
-        ready = [arm for arm, one in arms.items() if arm not in done and (not one.parent or one.parent in done)]
-        assert ready, "`after` of the arms is circular or names an unknown arm"
-        ordered.append(ready)
-        done += ready
-    return ordered
 
 
 def extend_rates(arms: Mapping[str, Arm], found: Results) -> dict[str, Arm]:

@@ -41,15 +41,17 @@ class Queue:
         self.wanted: dict[str, Job] = {}
         self.measures: dict[str, dict[str, Measure]] = {}
         self.failed: dict[str, str] = {}
-        self.estimated, self.taken = 0.0, 0.0  # seconds of the finished runs
+        self.passed_over = 0  # runs that were started before the first one, one after the other
+        self.estimated, self.measured = 0.0, 0.0  # seconds of the finished runs
         self.plans = order_plans(plans, ledger)
         for plan in self.plans:
             self.add(plan)
 
-    def add(self, plan: Plan) -> None:
-        """Add the missing runs of a plan."""
-        for run, job in plan.wanted(self.ledger).items():
-            self.wanted.setdefault(run, job)
+    def add(self, plan: Plan, *, first: bool = False) -> None:
+        """Add the missing runs of a plan, behind the others or first."""
+        new = plan.wanted(self.ledger)
+        self.wanted = new | self.wanted if first else self.wanted | new
+        for run, job in new.items():
             if job.is_missing(self.ledger):
                 assert job.measure
                 self.measures.setdefault(run, {})[job.measure.__name__] = job.measure
@@ -59,24 +61,27 @@ class Queue:
         rest = list(self.plans)
         with RunsDisplay(self, quiet=self.quiet) as self.display:
             while True:
-                for plan in [plan for plan in rest if not self.is_open(plan)]:
+                self.start()
+                ended_plans = [plan for plan in rest if not self.is_open(plan)]
+                for plan in ended_plans:
                     error = self.find_error(plan)
                     if not error and plan.extend(self.ledger, can_train=self.can_train):
-                        self.add(plan)
+                        self.add(plan, first=True)  # so that a nearly finished study does not wait for all others
                         continue
                     rest.remove(plan)
                     yield plan, error
-                self.start()
+                if ended_plans:
+                    continue
                 if not self.workers.running:
                     return
-                ended = self.workers.wait(self.left())
+                ended = self.workers.wait(self.time_left())
                 for task, future in ended:
                     self.finish(task, future)
                 if not ended:  # the time is up
                     self.workers.terminate()
                     return
 
-    def left(self) -> float | None:
+    def time_left(self) -> float | None:
         return None if math.isinf(self.deadline) else max(self.deadline - time.monotonic(), 0.0)
 
     def is_open(self, plan: Plan) -> bool:
@@ -97,44 +102,59 @@ class Queue:
             ready = [run for run in self.wanted if run not in running and self.is_ready(run)]
             if not ready:
                 return
-            run = ready[self.workers.choose([self.wanted[run].config for run in ready[: 4 * self.workers.count]])]
+            run = self.choose(ready)
             job, measures = self.wanted[run], tuple(self.measures.get(run, {}).values())
-            edit_weights(job)
+            try:
+                edit_weights(job)
+            except Exception as error:
+                self.fail(run, error)
+                continue
             self.workers.start(Task(job.config, self.folder / run, () if job.is_local else measures, job.is_trained))
             running.add(run)
 
-    def is_ready(self, run: str) -> bool:
-        job, left = self.wanted[run], self.left()
-        return job.parent not in self.wanted and (left is None or SLACK * self.expect(job.seconds) < left)
+    def choose(self, ready: Sequence[str]) -> str:
+        """One of the first runs, if possible one that a worker has compiled code for; the first waits for so many."""
+        next_runs = ready[: 1 if self.passed_over >= self.workers.count else 4 * self.workers.count]
+        at = self.workers.choose([self.wanted[run].config for run in next_runs])
+        self.passed_over = self.passed_over + 1 if at else 0
+        return ready[at]
 
-    def expect(self, seconds: float) -> float:
+    def is_ready(self, run: str) -> bool:
+        job, left = self.wanted[run], self.time_left()
+        return job.parent not in self.wanted and (left is None or SLACK * self.expect_time(job.seconds) < left)
+
+    def expect_time(self, seconds: float) -> float:
         """The time that so many estimated seconds take here, from finished runs; 0 while none is finished."""
-        return seconds * self.taken / self.estimated if self.estimated else 0.0
+        return seconds * self.measured / self.estimated if self.estimated else 0.0
 
     def finish(self, task: Task, future: Future) -> None:
         """Record a run, or that it failed, and with it those that start from it."""
         run = task.folder.name
-        job, measures = self.wanted.pop(run), self.measures.get(run, {})
+        job, measures = self.wanted[run], self.measures.get(run, {})
         try:
             record = future.result()
             if job.is_local:
                 record["values"] = {name: measure(task.config, task.folder) for name, measure in measures.items()}
         except Exception as error:
-            words = (str(error).splitlines() or [type(error).__name__])[0]
-            self.display.tell(f"{job.label}: {words}")
-            self.fail(run, words)
+            self.fail(run, error)
         else:
             self.ledger.add(record)
-            self.estimated, self.taken = self.estimated + job.seconds, self.taken + record["seconds"]
-            if any(self.ledger.find(run, name) is None for name in measures):  # asked for meanwhile
-                self.wanted[run] = job
+            self.estimated, self.measured = self.estimated + job.seconds, self.measured + record["seconds"]
+            if all(self.ledger.find(run, name) is not None for name in measures):  # none was asked for meanwhile
+                del self.wanted[run]
         self.display.finish(job.label)
 
-    def fail(self, run: str, words: str) -> None:
-        self.failed[run] = words
-        for child in [name for name, job in self.wanted.items() if job.parent == run]:
-            del self.wanted[child]
-            self.fail(child, words)
+    def fail(self, run: str, error: Exception) -> None:
+        """Note the failure of a run, and of those that start from it."""
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        self.display.tell(f"{self.wanted[run].label}: {words}")
+        failed = {run}
+        for name, job in self.wanted.items():  # in order: a run comes after the one that it starts from
+            if job.parent in failed:
+                failed.add(name)
+        for name in failed:
+            self.failed[name] = words
+            del self.wanted[name]
 
 
 class RunsDisplay(Display):
@@ -150,7 +170,8 @@ class RunsDisplay(Display):
         self.advance(self.finished, label)
 
     def left(self) -> str:
-        seconds = self.queue.expect(sum(job.seconds for job in self.queue.wanted.values())) / self.queue.workers.count
+        estimated = sum(job.seconds for job in self.queue.wanted.values())
+        seconds = self.queue.expect_time(estimated) / self.queue.workers.count
         return f"{readable(seconds)} left" if seconds else ""
 
 

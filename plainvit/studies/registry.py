@@ -16,10 +16,7 @@ from plainvit.recipes import run_file
 if TYPE_CHECKING:  # loads torch
     from plainvit.studies.study import Study
 
-FILES = (
-    *("choices", "data_size", "transfer", "published", "compute"),
-    *("scaling", "optimisers", "learned", "masked", "speed"),
-)
+FILES = ("choices", "data_size", "transfer", "compute", "scaling", "optimisers", "learned", "masked", "speed")
 
 
 def studies() -> "dict[str, Study]":

@@ -24,7 +24,7 @@ from plainvit.runtime.display import readable
 from plainvit.studies.claims import METRIC_TITLES, PERCENT, read_claims
 from plainvit.studies.verdict import describe_effect
 
-EARLIER = ("reproduced", "not reproduced", "not decided")  # outcomes of 0.1
+OLD_OUTCOMES = ("reproduced", "not reproduced", "not decided")  # outcomes of 0.1
 COLOURS = {"supported": "green", "contradicted": "red", "inconclusive": "yellow"}
 BUDGETS = ("cpu", "gpu")  # from the smallest
 NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "why", "metric", "values", "command")
@@ -71,13 +71,13 @@ def read_verdict(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(str(error).splitlines()[0]) from error
     missing = [name for name in NEEDED if name not in record]
-    if missing or record["outcome"] not in (*COLOURS, *EARLIER) or record["study"] != file.parent.name:
+    if missing or record["outcome"] not in (*COLOURS, *OLD_OUTCOMES) or record["study"] != file.parent.name:
         problem = f"{missing[0]!r} is missing" if missing else "wrong study name or unknown outcome"
         raise DataError(f"{file} is not a valid verdict ({problem}): remove {file.parent} and run the study again")
     return record
 
 
-def is_present(record: Mapping[str, Any]) -> bool:
+def is_current(record: Mapping[str, Any]) -> bool:
     """Whether the verdict was made under the current rule."""
     return "parts" in record and record["rule"] == read_claims().get(record["study"], record)["rule"]
 
@@ -148,12 +148,12 @@ def make_report(out: Path) -> str:
     rest = [name for name in read_claims() if name not in found and not own]
     paragraphs = [*_introduction(found, len(rest), own=own), *_overview(found)]
     for record in found.values():
-        paragraphs += _section(record, out) if is_present(record) else ()
+        paragraphs += _section(record, out) if is_current(record) else ()
     return "\n\n".join([*paragraphs, *_history(found)]) + "\n"
 
 
 def _introduction(found: Mapping[str, Mapping[str, Any]], rest: int, *, own: bool) -> Iterator[str]:
-    counts = Counter(record["outcome"] for record in found.values() if is_present(record))
+    counts = Counter(record["outcome"] for record in found.values() if is_current(record))
     outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLOURS if counts[outcome])
     if own:
         yield "# Studies"
@@ -178,8 +178,8 @@ def _overview(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, claim in (claims | {name: record for name, record in found.items() if name not in claims}).items():
         record = found.get(name, {})
         about = claim.get("number") or "", claim["claim"]
-        if record and is_present(record):
-            part = find_deciding(record)
+        if record and is_current(record):
+            part = find_deciding_part(record)
             link = f"[{record['outcome']}](#{_heading(record).lower().replace('. ', '-')})"
             effect = f"{part['name']}: {describe_effect(part)}"
             rows.append((*about, link, effect, ", ".join(record.get("data", ())), record["runs"]["count"] or ""))
@@ -188,7 +188,7 @@ def _overview(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield markdown_table(("no.", "claim", "verdict", "effect, 95 % interval", "data", "runs"), rows)
 
 
-def find_deciding(record: Mapping[str, Any]) -> Mapping[str, Any]:
+def find_deciding_part(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part that the outcome rests on: of those that led to it, the one with the smallest or largest p-value."""
     sought = {"supported": "yes", "contradicted": "no", "inconclusive": "open"}[record["outcome"]]
     parts = [part for part in record["parts"] if part["holds"] == sought] or record["parts"]
@@ -203,7 +203,7 @@ def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
     claim = read_claims().get(name, record)
     yield f"{claim['claim']} *{claim['source']}.* {claim.get('paper', '')}".rstrip()
     yield f"Rule: {claim['rule'].rstrip('.')}."
-    part = find_deciding(record)
+    part = find_deciding_part(record)
     meaning = MEANINGS[record["outcome"]].format(part=part["name"], effect=describe_effect(part), need=part["need"])
     limits = f" Limits: {claim['limits']}" if claim.get("limits") else ""
     yield f"**{record['outcome']}**, {count_runs(record)} runs per arm. {meaning}{limits}"
@@ -217,7 +217,7 @@ def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
 
 def _history(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Verdicts under earlier rules."""
-    present = [(name, record) for name, record in found.items() if not is_present(record)]
+    present = [(name, record) for name, record in found.items() if not is_current(record)]
     present += [(name, old) for name, record in found.items() for old in record.get("history", ())]
     rows = [
         (

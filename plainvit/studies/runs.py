@@ -10,7 +10,7 @@ alive and prefer runs that can reuse their compiled code.
 """
 
 import contextlib
-import functools
+import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -27,12 +27,14 @@ from typing import Any, Self
 
 import torch
 
-from plainvit.config import Config, Optim, from_json, to_json
+from plainvit.config import Checked, Config, Optim, from_json, to_json
+from plainvit.device import choose_device
 from plainvit.disk import read_json
 from plainvit.runtime.distributed import end_after
-from plainvit.runtime.folder import run_seconds
+from plainvit.runtime.folder import environment, run_seconds
 from plainvit.train.run import fit
 
+RESULTS_VERSION = 1  # raise it if code or a default changes the results of runs: finished runs are then repeated
 RECOMPILE_LIMIT = 256  # of a function in a worker: one version for each shape that its runs have
 Measure = Callable[[Config, Path], dict[str, float]]
 
@@ -47,28 +49,26 @@ class Task:
     is_trained: bool = True
 
 
+def run_name(config: Config) -> str:
+    """The folder name of a run, and its name in the ledger."""
+    return f"{run_hash(config)}-v{RESULTS_VERSION}"
+
+
 def run_hash(config: Config) -> str:
     """A hash of all settings that affect the result; of `init`, only the name of the folder."""
-    settings = {key: value for key, value in to_json(config).items() if key not in Config.OPERATIONAL | {"recipe"}}
-    settings["init"] = Path(config.init).name
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    settings = list_changes(config) | {"init": Path(config.init).name}
+    kept = {name: value for name, value in settings.items() if name not in Config.OPERATIONAL | {"recipe"}}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def run_name(config: Config) -> str:
-    """The folder name of a run; it changes with the code."""
-    return f"{run_hash(config)}-{code_hash()}"
-
-
-@functools.cache
-def code_hash(package: Path = Path(__file__).parents[1]) -> str:
-    """A hash of the source files that affect a run: not commands, reports, plans, recipes and studies."""
-    files = [package / name for name in ("config.py", "model_config.py", "device.py")]
-    for part in ("data", "evaluate", "models", "runtime", "train", "weights"):
-        files += sorted((package / part).rglob("*.py"))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
-    return digest.hexdigest()[:8]
+def list_changes(config: Checked) -> dict[str, Any]:
+    """The settings that differ from their defaults, so that a new option does not change the names of runs."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    return {"kind": type(config).__name__} | {
+        name: list_changes(value) if isinstance(value, Checked) else value
+        for name, (value, default) in values.items()
+        if value != default
+    }
 
 
 def is_done(path: Path) -> bool:
@@ -184,8 +184,8 @@ def execute(
         parent = multiprocessing.parent_process()
         if parent and not parent.is_alive():  # nobody is waiting for the result
             os._exit(143)
-    known = read_json(folder / "environment.json") if is_trained else {}
+    machine = read_json(folder / "environment.json") if is_trained else environment(choose_device(made.device))
     seconds = run_seconds(folder) if is_trained else time.monotonic() - started
-    commit = os.environ.get("PLAINVIT_COMMIT") or known.get("commit")  # set for a copy outside its repository
-    about = {"seconds": round(seconds, 1), "commit": commit, "device": known.get("device")}
+    commit = os.environ.get("PLAINVIT_COMMIT") or machine["commit"]  # set for a copy outside its repository
+    about = {"seconds": round(seconds, 1), "commit": commit, "device": machine["device"]}
     return {"run": folder.name, "values": values, "is_trained": is_trained, **about}

@@ -70,6 +70,7 @@ def measure(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
     sizes = {config.batch} if config.device == "cpu" else {config.batch, max(config.batch // 4, 1)}
     rate = max(images_per_second(model, config, size) for size in sizes)
     most = estimate_batch(config.model) if config.device == "cpu" else measure_batch(model, config)
+    torch.cuda.empty_cache()  # the process goes on, next to those of the other studies
     return {"images_per_second": rate, "largest_batch": float(most)}
 
 

@@ -1,10 +1,14 @@
 """Claims 6, 7 and 8: pre-training beats scratch; higher resolutions help, with resampled positions; a head of zeros.
 
     plainvit study transfer --budget cpu          also resolution, head
+    plainvit study transfer-published --data-root DIR          also resolution-published
 
 Every arm fine-tunes one pre-trained model for the same few steps (`bases.finetune_config`). Scratch has the same model
 and steps, and the best of its learning rates. Images of CIFAR-10 and digits are enlarged, as in the paper.
-`plainvit/studies/published.py` runs 6 and 7 from published weights.
+
+6 and 7 are also tested from published weights, ViT-Ti/16 (AugReg): DATA_ROOT/weights/vit_ti16_augreg.safetensors. On a
+CPU transfer is then tested at 64 pixels and resolution on Pets with 20 steps, so that a run takes about a minute on one
+core.
 """
 
 from itertools import pairwise
@@ -14,10 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from plainvit.config import About, Config, pair
+from plainvit.config import About, Config, ViTConfig, pair
 from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
+from plainvit.names import configure
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
@@ -155,8 +160,46 @@ def head_parts(found: Results) -> list[Part]:
     ]
 
 
+# 6 and 7 from published weights ---------------------------------------------------------------------------------------
+
+SETS = ("cifar10", "oxford-pets", "flowers102")
+WEIGHTS = "weights/vit_ti16_augreg.safetensors"
+# The first size is that of pre-training
+PUBLISHED_SIZES: dict[Budget, tuple[int, ...]] = {"cpu": (224, 256, 288), "gpu": (224, 288, 384)}
+HOLDOUT = {"cifar10": 0.02, "oxford-pets": 0.2, "flowers102": 0.2}  # on a CPU: 1,000, 736 and 204 images
+
+
+def published_model() -> ViTConfig:
+    model = configure("ViT-Ti/16")
+    assert isinstance(model, ViTConfig)
+    return model.replace(classes=0, representation=0, image_size=pair(PUBLISHED_SIZES["gpu"][0]))
+
+
+def published_arms(budget: Budget) -> dict[str, Arm]:
+    """A group for each set."""
+    found: dict[str, Arm] = {}
+    for data in SETS:
+        config, model = finetune_config("gpu", data), published_model()
+        if budget == "cpu":
+            config = config.replace(steps=60, batch=64, holdout=HOLDOUT[data], image_size=64)
+            model = model.replace(image_size=pair(64))
+        found[f"{data}, pre-trained"] = Arm(config.replace(init=WEIGHTS), group=data)
+        scratch = config.replace(model=model, image_size=0)
+        found |= rate_arms(f"{data}, scratch", scratch, finetune_rates("gpu"), group=data)
+    return found
+
+
+def published_resolution_arms(budget: Budget) -> dict[str, Arm]:
+    config: Config = finetune_config("gpu", SETS[0])
+    if budget == "cpu":
+        config = finetune_config("gpu", "oxford-pets").replace(steps=20, batch=32)
+    return size_arms(config.replace(init=WEIGHTS), PUBLISHED_SIZES[budget])
+
+
 STUDIES = (
     define("transfer", arms, parts, measure=halves, bars=True, runs=8),
+    define("transfer-published", published_arms, parts, measure=halves, bars=True, runs=8),
     define("resolution", resolution_arms, resolution_parts, xlabel="image side, pixels"),
+    define("resolution-published", published_resolution_arms, resolution_parts, xlabel="image side, pixels"),
     define("head", head_arms, head_parts, xlabel="learning rate of fine-tuning", runs=8),
 )

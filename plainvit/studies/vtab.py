@@ -8,7 +8,6 @@ and is evaluated once on the full test set. `plainvit/data/vtab.py` describes th
 repeated. If a task is missing or diverges, there is no VTAB score, only the mean of the available tasks.
 """
 
-import hashlib
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,10 +23,8 @@ from plainvit.data.decode import DataError
 from plainvit.data.splits import open_splits
 from plainvit.data.vtab import GROUPS, TASKS, MissingTaskError, augment_for
 from plainvit.disk import write_text
-from plainvit.evaluate import paper
 from plainvit.recipes import recipe
 from plainvit.runtime.folder import finite
-from plainvit.studies.runs import code_hash
 from plainvit.train.guards import DivergedError
 from plainvit.train.run import fit
 from plainvit.train.transfer import read_starting_model
@@ -116,45 +113,34 @@ def means(scores: Mapping[str, float]) -> dict[str, Any]:
     return found
 
 
-def default_folder(config: Config, setting: str) -> Path:
-    """runs/vtab-SETTING-HASH; the hash covers weights, steps, seed and code."""
-    words = json.dumps([config.init, config.steps, config.batch, config.image_size, config.seed, code_hash()])
-    return Path("runs") / f"vtab-{setting}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
-
-
 # Terminal -------------------------------------------------------------------------------------------------------------
 
 
-def table(report: Mapping[str, Any], *, with_paper: bool = False) -> Group:
-    """A row for each task and a line for each group; with `with_paper`, the paper's ViT-L/16 from ImageNet-21k."""
-    setting = report["setting"]
+def render_report(report: Mapping[str, Any]) -> Group:
+    """A row for each task, the mean of each group, and the score or why there is none."""
+    setting, means = report["setting"], report["means"]
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("task", style="cyan", no_wrap=True)
-    for title in ("group", "top-1", "95 %", "test images", *(("paper, ViT-L/16",) if with_paper else ())):
-        shown.add_column(title, justify="left" if title == "group" else "right", no_wrap=True)
+    shown.add_column("group", no_wrap=True)
+    for title in ("top-1", "95 %", "test images"):
+        shown.add_column(title, justify="right", no_wrap=True)
     for task, row in report["tasks"].items():
-        cells, done = [task, row["group"], row["state"], "", ""], row["state"] == "done"
-        if done:
+        cells = [row["state"], "", ""]
+        if row["state"] == "done":
             low, high = (f"{100 * value:.1f}" for value in row["interval"])
-            cells[2:] = [f"{100 * row['top1']:.2f}", f"{low}-{high}", f"{row['n']:,}"]
-        if with_paper:
-            cells.append(f"{paper.table(9).value('ViT-L/16 (ImageNet-21k)', TASKS[task].title):.1f}")
-        shown.add_row(*cells, style="" if done else "dim")
+            cells = [f"{100 * row['top1']:.2f}", f"{low}-{high}", f"{row['n']:,}"]
+        shown.add_row(task, row["group"], *cells, style="" if row["state"] == "done" else "dim")
     how = f"{setting['steps']:,} steps of {setting['batch']}, lr {setting['lr']:g}, size {setting['image_size']}"
-    return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *_summarize_means(report["means"]))
-
-
-def _summarize_means(found: Mapping[str, Any]) -> list[str | Text]:
-    """The mean of each group, and the score or why there is none."""
-    groups = {group: found[group] for group in GROUPS if group in found}
-    lines: list[str | Text] = [
-        f"{group:12} {100 * one['mean']:6.2f}"
-        + (f"  ({one['tasks']} of {one['of']} tasks only)" if one["tasks"] < one["of"] else "")
-        for group, one in groups.items()
-    ]
-    if "vtab" in found:
-        return [*lines, Text(f"{'VTAB-1k':12} {100 * found['vtab']:6.2f}", style="bold")]
-    done = sum(one["tasks"] for one in groups.values())
+    lines = []
+    for group in GROUPS:
+        if group in means:
+            rest = f"  ({means[group]['tasks']} of {means[group]['of']} tasks only)"
+            is_complete = means[group]["tasks"] == means[group]["of"]
+            lines.append(f"{group:12} {100 * means[group]['mean']:6.2f}{'' if is_complete else rest}")
+    if "vtab" in means:
+        return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *lines, f"VTAB-1k      {100 * means['vtab']:6.2f}")
+    done = sum(means[group]["tasks"] for group in GROUPS if group in means)
     if done:
-        lines.append(f"mean of the {done} available tasks: {100 * found['mean_of_available']:.2f}")
-    return [*lines, f"no VTAB score: {len(TASKS) - done} of the {len(TASKS)} tasks are missing"]
+        lines.append(f"mean of the {done} available tasks: {100 * means['mean_of_available']:.2f}")
+    lines.append(f"no VTAB score: {len(TASKS) - done} of the {len(TASKS)} tasks are missing")
+    return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *lines)
