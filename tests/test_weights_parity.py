@@ -296,6 +296,19 @@ def test_preprocessing_equals_the_librarys_processor(tmp_path: Path, kind: str, 
         assert np.array_equal(written(image, return_tensors="np")["pixel_values"][0], theirs)
 
 
+def test_processor_next_to_a_tokenizer_is_read(tmp_path: Path) -> None:
+    """Version 5 writes the image processor of CLIP and SigLIP into processor_config.json."""
+    folder = plainvit.save(tiny.vit(numerics="transformers", image_size=32), tmp_path / "f", format="transformers")
+    write(safetensors.torch.load_file(folder / "model.safetensors"), folder / "model.safetensors")
+    (folder / "preprocessor_config.json").unlink()
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size=32, image_mean=[0.1, 0.2, 0.3])
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": processor.to_dict()}))
+    model = plainvit.load(folder)
+    assert (model.config.mean, model.about.preprocess.resize) == ((0.1, 0.2, 0.3), "crop")
+    assert model.about.preprocess.crop == 0.8
+    assert not model.about.sources["preprocess"].startswith("assumed")
+
+
 LEGACY: dict[str, tuple[dict[str, Any], tuple[str, float]]] = {
     "DeiT of 2021": ({"feature_extractor_type": "DeiTFeatureExtractor", "size": 256}, ("squash-crop", 0.875)),
     "ViT of 2021": ({"feature_extractor_type": "ViTFeatureExtractor", "size": 224}, ("squash", 1.0)),

@@ -14,7 +14,7 @@ from plainvit.weights.shapes import GIVEN
 HALF: dict[str, Any] = {"mean": (0.5,), "std": (0.5,)}
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 CLIP: dict[str, Any] = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
-SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
+SIDECARS = ("config.json", "open_clip_config.json", "the image processor's config")
 STATED = (*SIDECARS, GIVEN)  # sources that are no assumption start with one
 
 

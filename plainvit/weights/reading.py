@@ -175,8 +175,7 @@ def _detect(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedModel, 
 def _detect_format(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedModel, Tensors]:
     config = read_json(path / "config.json") if path.is_dir() else {}
     if transformers.matches(tensors):
-        processor = read_json(path / "preprocessor_config.json") if path.is_dir() else {}
-        return transformers.detect(tensors, hints, config, processor), tensors
+        return transformers.detect(tensors, hints, config, transformers.read_processor(path)), tensors
     if torchvision.matches(tensors):
         return torchvision.detect(tensors, hints), tensors
     if google.matches(tensors):
