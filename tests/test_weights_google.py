@@ -472,7 +472,7 @@ def test_fixed_positions(tmp_path: Path, size: tuple[int, int]) -> None:
 def test_fixed_positions_without_a_size_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = save(prefixed(big_vision(cells=None), "params/"), tmp_path / "b.npz")
     assert plainvit.load(path).config.image_size == (224, 224)
-    assert "image size assumed" in caplog.text
+    assert "image_size: assumed" in caplog.text
 
 
 # BiT ------------------------------------------------------------------------------------------------------------------

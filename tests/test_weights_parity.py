@@ -360,10 +360,10 @@ def test_preprocessing_equals_torchvision_or_names_the_other(tmp_path: Path, nam
     with torch.device("meta"):
         state = getattr(torchvision.models, name)(image_size=theirs.crop_size[0]).state_dict()
     found, _ = inspect_weights(hollow(state, tmp_path / "hollow.safetensors"))
-    ours, source = found.about["preprocess"], found.sources["preprocess"]
+    ours, source = found.preprocess, found.sources["preprocess"]
     same = (
-        ours["interpolation"] == theirs.interpolation.value
-        and round(theirs.crop_size[0] / ours["crop"]) == theirs.resize_size[0]
+        ours.interpolation == theirs.interpolation.value
+        and round(theirs.crop_size[0] / ours.crop) == theirs.resize_size[0]
     )
     assert source.startswith("assumed")
     assert any(note.startswith("assumed") and "interpolation" in note for note in found.notes)

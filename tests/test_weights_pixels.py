@@ -116,8 +116,8 @@ def test_commands_accept_preprocessing_flags(tmp_path: Path, capsys: pytest.Capt
     assert (described["settings"]["mean"], described["settings"]["std"]) == ([0.25] * 3, [0.5, 0.25, 0.125])
     assert {described["sources"][name] for name in ("mean", "std")} == {"given by the caller"}
     main(["convert", source, str(target), "--format", "plainvit", "--heads", "4", *flags])
-    config, about = inspect_weights(target)[0].config, inspect_weights(target)[0].about["preprocess"]
-    assert (config.mean, config.std, about["resize"], about["crop"]) == ((0.25,) * 3, (0.5, 0.25, 0.125), "crop", 0.75)
+    config, prepared = inspect_weights(target)[0].config, inspect_weights(target)[0].preprocess
+    assert (config.mean, config.std, prepared.resize, prepared.crop) == ((0.25,) * 3, (0.5, 0.25, 0.125), "crop", 0.75)
     photo = tmp_path / "a.png"
     from PIL import Image
 

@@ -8,7 +8,7 @@ all layers in one array, and puts everything under a prefix.
 import re
 from collections.abc import Iterator
 
-from plainvit.config import VIT_NUMERICS, Model, ResNetConfig, ViTConfig
+from plainvit.config import VIT_NUMERICS, Model, Preprocess, ResNetConfig, ViTConfig
 from plainvit.names import UNITS
 from plainvit.weights.files import RenamedTensors, Tensors
 from plainvit.weights.layout import DetectedModel, Layout, make_layout
@@ -87,10 +87,9 @@ def _detect_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
         config=ViTConfig(**settings | VIT_NUMERICS["google"]),
         layout=layout,
         sources=sources,
-        about={"preprocess": {"resize": "squash", "interpolation": "bilinear", "antialias": False}},
+        preprocess=Preprocess(resize="squash", interpolation="bilinear", antialias=False),
         # outside the prefix: optimizer state, counters, the text tower
         ignore=lambda name: bool(prefix) and not name.startswith(prefix),
-        notes=[f"image size {sources['image_size']}"] if sources["image_size"].startswith("assumed") else [],
     )
 
 
@@ -110,7 +109,7 @@ def _detect_bit(tensors: Tensors) -> tuple[DetectedModel, Tensors]:
         "image_size": "convolutions take any size; 224 is the paper's pre-training",
     }
     config = read_bit(layout, tensors.shapes, "google")
-    return DetectedModel("BiT", config, layout, sources, {"preprocess": {"resize": "squash"}}), tensors
+    return DetectedModel("BiT", config, layout, sources), tensors
 
 
 def layout_for(config: Model) -> Layout:

@@ -11,12 +11,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from plainvit.config import Model, ViTConfig
+from plainvit.config import Model, Preprocess, ViTConfig
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.buffers import fill_buffers
 from plainvit.weights.files import RenamedTensors, Tensors
@@ -51,15 +50,11 @@ class DetectedModel:
     config: Model
     layout: Layout
     sources: dict[str, str] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)  # preprocess, class_names
+    preprocess: Preprocess = field(default_factory=Preprocess)
+    class_names: tuple[str, ...] = ()
     ignore: Callable[[str], bool] = lambda _: False  # names in the file that are not the model's
     notes: list[str] = field(default_factory=list)
     default: str = "shapes of the weights"  # the source of settings without an entry in `sources`
-
-
-def list_assumptions(sources: Mapping[str, str]) -> list[str]:
-    """A note for each setting whose source is an assumption."""
-    return [f"{name}: {source}" for name, source in sources.items() if source.startswith("assumed")]
 
 
 def _patch_kernel(weight: Tensor, config: Model) -> Tensor:

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from plainvit.config import ViTConfig
+from plainvit.config import Preprocess, ViTConfig
 from plainvit.weights.files import Tensors
-from plainvit.weights.layout import DetectedModel, Layout, list_assumptions, make_layout
+from plainvit.weights.layout import DetectedModel, Layout, make_layout
 from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.pixels import CLIP, HALF
 from plainvit.weights.shapes import Hints, read_vit, unsupported_model
@@ -67,9 +67,8 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detect
         config=ViTConfig(**settings, activation=activation, **(colours if settings["channels"] == 3 else HALF)),
         layout=layout,
         sources=sources,
-        about={"preprocess": preprocess},
+        preprocess=preprocess,
         ignore=lambda name: not name.startswith(prefix) if prefix else name.startswith(TEXT),
-        notes=list_assumptions(sources),
     )
 
 
@@ -92,11 +91,11 @@ def _find_activation(names: Iterable[str], sidecar: Mapping[str, Any]) -> tuple[
     return "gelu", "assumed: exact GELU; OpenAI, MetaCLIP and DFN have the sigmoid one"
 
 
-def _read_pixels(sidecar: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_pixels(sidecar: Mapping[str, Any]) -> tuple[Preprocess, dict[str, Any]]:
     """(preprocess, mean and std) as open_clip's transforms have it."""
     stated = sidecar.get("preprocess_cfg") or {}
     resize = "squash" if stated.get("resize_mode") == "squash" else "crop"
-    preprocess = {"resize": resize, "crop": 1.0, "interpolation": stated.get("interpolation") or "bicubic"}
+    preprocess = Preprocess(resize=resize, interpolation=stated.get("interpolation") or "bicubic")
     return preprocess, {name: tuple(stated.get(name) or CLIP[name]) for name in CLIP}
 
 
@@ -106,8 +105,8 @@ def make_timm_sidecar(sidecar: Mapping[str, Any]) -> dict[str, Any]:
     if not vision.get("timm_model_name"):
         return {}
     preprocess, colours = _read_pixels(sidecar)
-    mode = "squash" if preprocess["resize"] == "squash" else "center"
-    published = {**colours, "crop_pct": 1.0, "crop_mode": mode, "interpolation": preprocess["interpolation"]}
+    mode = "squash" if preprocess.resize == "squash" else "center"
+    published = {**colours, "crop_pct": 1.0, "crop_mode": mode, "interpolation": preprocess.interpolation}
     described = {"architecture": vision["timm_model_name"], "pretrained_cfg": published}
     return described | {"global_pool": vision.get("timm_pool")}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 import torch
 
 from plainvit import hub
-from plainvit.config import About, Preprocess, ViTConfig, nearest, pair
+from plainvit.config import About, ViTConfig, nearest, pair
 from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT
 from plainvit.models.resample import choose_method, resize
@@ -21,7 +21,7 @@ from plainvit.names import is_model
 from plainvit.weights import google, open_clip, own, timm, torchvision, transformers
 from plainvit.weights.files import RenamedTensors, Tensors, open_file, open_folder
 from plainvit.weights.layout import DetectedModel, build_model, join_names
-from plainvit.weights.pixels import Pixels, describe_assumptions, set_pixels
+from plainvit.weights.pixels import Pixels, list_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
 from plainvit.weights.shapes import Hints
 from plainvit.weights.text_head import load_text_head
@@ -146,16 +146,13 @@ def inspect_weights(
     else:
         raise ValueError(f"there is no file or folder {path}")
     tensors.metadata |= own.read_sidecar(tensors.path)
-    described = "plainvit" in tensors.metadata
+    is_described = "plainvit" in tensors.metadata
     try:
         detected, tensors = _detect(tensors, path, hints)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values of no format
         raise ValueError(f"{path} is not a valid model: {type(error).__name__}, {error}".replace("\n", " ")) from error
     set_pixels(detected, pixels)
-    assumed = "" if described else describe_assumptions(detected)
-    # One line for all assumptions about pixels
-    detected.notes = [note for note in detected.notes if not note.startswith(("mean: ", "preprocess: "))]
-    detected.notes += [assumed] if assumed else []
+    detected.notes += [] if is_described else list_assumptions(detected)
     weights = "its first result" if (path / "first.json").is_file() else "the weights from before it was made longer"
     detected.notes += [f"{unfinished}: these are {weights}"] if unfinished else []
     return detected, tensors
@@ -295,9 +292,8 @@ def _adapt(
 
 
 def _make_about(detected: DetectedModel) -> About:
-    names = tuple(detected.about.get("class_names") or ())
+    names = detected.class_names
     if names and len(names) != detected.config.classes:
         detected.notes.append(f"{len(names)} class names for {detected.config.classes} classes: left out")
         names = ()
-    preprocess = Preprocess(**detected.about.get("preprocess", {}))
-    return About(family=detected.family, preprocess=preprocess, class_names=names, sources=detected.sources)
+    return About(family=detected.family, preprocess=detected.preprocess, class_names=names, sources=detected.sources)

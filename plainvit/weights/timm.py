@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from plainvit.config import Model, ResNetConfig, ViTConfig, nearest
+from plainvit.config import Model, Preprocess, ResNetConfig, ViTConfig, nearest
 from plainvit.weights.files import RenamedTensors, Tensors
 from plainvit.weights.layout import (
     SAME,
@@ -16,7 +16,6 @@ from plainvit.weights.layout import (
     Entry,
     Layout,
     Shapes,
-    list_assumptions,
     make_layout,
 )
 from plainvit.weights.limits import ANY, list_unlike, list_unlike_resnet
@@ -27,7 +26,8 @@ from plainvit.weights.timm_architectures import (
     check_architecture,
     choose_words,
     load_architectures,
-    read_about,
+    read_class_names,
+    read_preprocess,
     uses_eva,
 )
 
@@ -104,7 +104,6 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[
     detected = _detect_vit(tensors, hints, sidecar, _find_family(tensors, wrapper, sidecar))
     if detected.family == "DeiT III" and wrapper != "model":  # DeiT III's code saves "model"
         detected.sources["rotary"] = "assumed: none; some of timm's ViTs with rotary positions have the same names"
-        detected.notes.append(f"rotary: {detected.sources['rotary']}")
     return detected, tensors
 
 
@@ -126,8 +125,8 @@ def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
         "image_size": "config.json" if published.get("input_size") else "convolutions take any size",
         "mean": "config.json" if published.get("mean") else "timm's BiT: pixels in [-1, 1]",
     }
-    about = read_about(sidecar, 1.0) if published else {"preprocess": {"resize": "squash"}}
-    return DetectedModel("timm", config, layout, sources, about, notes=list_assumptions(sources))
+    preprocess = read_preprocess(sidecar, 1.0) if published else Preprocess()
+    return DetectedModel("timm", config, layout, sources, preprocess, read_class_names(sidecar))
 
 
 def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, Any]) -> tuple[str, str]:
@@ -198,9 +197,10 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         config=config,
         layout=layout,
         sources=sources,
-        about=read_about(sidecar, 1.0 if name == "timm" and config.image_size[0] >= 384 else crop),
+        preprocess=read_preprocess(sidecar, 1.0 if name == "timm" and config.image_size[0] >= 384 else crop),
+        class_names=read_class_names(sidecar),
         ignore=lambda one: _is_training_only(one) or one.endswith(BUFFERS),
-        notes=notes + list_assumptions(sources),
+        notes=notes,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from plainvit.config import ViTConfig, nearest, pair
 from plainvit.disk import read_json
 from plainvit.weights.files import Tensors
-from plainvit.weights.layout import FIRST, DetectedModel, Layout, Shapes, list_assumptions, make_layout, read_shapes
+from plainvit.weights.layout import FIRST, DetectedModel, Layout, Shapes, make_layout, read_shapes
 from plainvit.weights.limits import list_unlike, list_unlike_resnet
 from plainvit.weights.shapes import BLOCK, Hints, read_vit, unsupported_model
 from plainvit.weights.transformers_files import (
@@ -111,9 +111,10 @@ def detect(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor:
         config=model.replace(mean=mean, std=std),
         layout=layout,
         sources=sources,
-        about={"preprocess": preprocess, "class_names": read_class_names(labels, model.classes)},
+        preprocess=preprocess,
+        class_names=read_class_names(labels, model.classes),
         ignore=lambda name: _is_left_out(name.removeprefix(prefix), model) or _is_empty(name, shapes),
-        notes=list_assumptions(sources) + (["left out what is not the encoder: decoder"] if decoder else []),
+        notes=["left out what is not the encoder: decoder"] if decoder else [],
     )
 
 
