@@ -9,15 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from plainvit.config import Model, Preprocess, ResNetConfig, ViTConfig, nearest
-from plainvit.weights.files import RenamedTensors, Tensors
-from plainvit.weights.layout import (
-    SAME,
-    DetectedModel,
-    Entry,
-    Layout,
-    Shapes,
-    make_layout,
-)
+from plainvit.weights.files import Tensors
+from plainvit.weights.layout import SAME, DetectedModel, Entry, Layout, Shapes, make_layout
 from plainvit.weights.limits import ANY, list_unlike, list_unlike_resnet
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
 from plainvit.weights.shapes import BLOCK, Hints, read_bit, read_vit, unsupported_model
@@ -68,7 +61,7 @@ SIGNS = (
     ("decoder_", "MAE", "it has a decoder"),
 )
 # Names of weights that are for the training of MAE, DINO or DINOv2, not for the encoder
-TRAINING = ("decoder_", "head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.", "local_cls_norm.")
+TRAINING = ("decoder_", "head.mlp.", "head.last_layer.", "local_cls_norm.")
 OPTIONAL = ("projection", "distillation", "registers", "layer_scale", "gated", "qk_norm", "block_bias")
 OPTIONAL += ("norm_kind", "norm_embedding", "norm_inner", "norm_final")
 MASKED_BIAS = ("blocks.{i}.attn.qkv.bias[0/3]", "blocks.{i}.attn.qkv.bias[2/3]")
@@ -77,34 +70,25 @@ BUFFERS = ("relative_position_index", "attn.qkv.bias_mask", "rope_embed.periods"
 
 
 def matches(tensors: Tensors) -> bool:
-    names = {_strip_wrapper(name) for name in tensors.shapes}
+    names = tensors.shapes.keys()
     is_hybrid = any(name.startswith("patch_embed.backbone.") for name in names)
     is_bit = {"stem.conv.weight", "stages.0.blocks.0.conv1.weight"} <= names
     return is_hybrid or is_bit or "patch_embed.proj.weight" in names
 
 
-def _strip_wrapper(name: str) -> str:
-    """Removes the prefixes of DataParallel, torch.compile and DINO."""
-    return re.sub(r"^(module\.|_orig_mod\.|backbone\.)+", "", name)
-
-
-def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[DetectedModel, Tensors]:
+def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> DetectedModel:
     """The model of a file with these names; `sidecar` is config.json as timm writes it for the hub."""
-    names: dict[str, tuple[str, int | None]] = {_strip_wrapper(name): (name, None) for name in tensors.shapes}
-    if len(names) < len(tensors.shapes):
-        raise ValueError("the file has one weight under two names (with and without a wrapper's prefix)")
     wrapper = getattr(tensors, "wrapper", None)  # None: not a PyTorch file; "": a bare state dict
-    tensors = RenamedTensors(tensors, names)
     for pattern, what in UNSUPPORTED_NAMES.items():
         culprit = next((name for name in tensors.shapes if re.search(pattern, name)), None)
         if culprit:
             raise unsupported_model(what, culprit)
     if "stem.conv.weight" in tensors.shapes:
-        return _detect_bit(tensors, sidecar), tensors
+        return _detect_bit(tensors, sidecar)
     detected = _detect_vit(tensors, hints, sidecar, _find_family(tensors, wrapper, sidecar))
     if detected.family == "DeiT III" and wrapper != "model":  # DeiT III's code saves "model"
         detected.sources["rotary"] = "assumed: none; some of timm's ViTs with rotary positions have the same names"
-    return detected, tensors
+    return detected
 
 
 def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:

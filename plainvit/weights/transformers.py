@@ -76,8 +76,6 @@ def _find_kind(shapes: Shapes, kernel: str, prefix: str) -> Kind:
 
 def read_processor(folder: Path) -> dict[str, Any]:
     """The settings of the image processor in a folder, alone or as version 5 saves it with a tokenizer."""
-    if not folder.is_dir():
-        return {}
     alone = read_json(folder / "preprocessor_config.json")
     return alone or read_json(folder / "processor_config.json").get("image_processor") or {}
 
