@@ -248,31 +248,25 @@ class TorchFile(Tensors):
 
 
 class RenamedTensors(Tensors):
-    """A file under other names: {new: (old, None)}, (old, layer) if old stacks all layers, or (old, slice of rows)."""
+    """A file under other names: {new: (old, None)}, or (old, layer) if old stacks all layers."""
 
-    def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | slice | None]]) -> None:
+    def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | None]]) -> None:
         super().__init__(tensors.path)
         self._tensors, self._names, self.metadata = tensors, names, tensors.metadata
         self.wrapper: str | None = getattr(tensors, "wrapper", None)
-        self.shapes = {new: _select_shape(tensors.shapes[old], part) for new, (old, part) in names.items()}
+        self.shapes = {new: tensors.shapes[old][layer is not None :] for new, (old, layer) in names.items()}
 
     def read(self, name: str) -> Tensor:
-        old, part = self._names[name]
+        old, layer = self._names[name]
         tensor = self._tensors.read(old)
-        return tensor if part is None else tensor[part]
+        return tensor if layer is None else tensor[layer]
 
     def pop(self, name: str) -> Tensor:
-        old, part = self._names[name]
-        return self._tensors.pop(old) if part is None else self._tensors.read(old)[part].clone()
+        old, layer = self._names[name]
+        return self._tensors.pop(old) if layer is None else self._tensors.read(old)[layer].clone()
 
     def check(self) -> None:
         self._tensors.check()
-
-
-def _select_shape(shape: tuple[int, ...], part: int | slice | None) -> tuple[int, ...]:
-    if isinstance(part, slice):
-        return (part.stop - part.start, *shape[1:])
-    return shape if part is None else shape[1:]
 
 
 def _load_torch(path: Path) -> object:

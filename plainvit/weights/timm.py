@@ -37,15 +37,11 @@ UNSUPPORTED_NAMES = {
     r"blocks\.0\.(attns\.|in_proj\.)": "a ViT with parallel blocks",
     r"blocks\.0\.attn\.(k_proj\.bias|gate\.)": "a ViT with gated or grouped attention",
 }
-# (fraction of the short side that the centre crop keeps, mean and std of the pixels)
-FAMILIES: dict[str, tuple[float, dict[str, Any]]] = {
+# (fraction of the short side that the centre crop keeps, mean and std of the pixels); of DeiT, MAE and the DINOs:
+USUAL_PIXELS = (0.875, IMAGENET)
+PIXELS: dict[str, tuple[float, dict[str, Any]]] = {
     "timm": (0.9, HALF),
-    "DeiT": (0.875, IMAGENET),
     "DeiT III": (1.0, IMAGENET),
-    "MAE": (0.875, IMAGENET),
-    "DINO": (0.875, IMAGENET),
-    "DINOv2": (0.875, IMAGENET),
-    "DINOv3": (0.875, IMAGENET),
     "CLIP": (1.0, CLIP),
     "EVA": (0.9, CLIP),
     "BEiT": (0.9, HALF),
@@ -165,15 +161,15 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         heads=None if heads is None or hints.heads else (heads, "config.json"),
         settings={"rotary": rotary, "embedding_bias": "norm_pre.weight" not in shapes},
     )
-    numerics, told = _read_numerics(settings, sidecar, name)
+    numerics, numerics_sources = _read_numerics(settings, sidecar, name)
     settings |= numerics
     settings["pool"], pool_source = _find_pool(shapes, arguments.get("global_pool") or sidecar.get("global_pool"))
     settings["norm_pooled"] = "fc_norm.weight" in shapes and "norm.weight" not in shapes
-    crop, colours = FAMILIES[name] if settings["channels"] == 3 else (FAMILIES[name][0], HALF)
+    crop, colours = PIXELS.get(name, USUAL_PIXELS)
+    colours = colours if settings["channels"] == 3 else HALF
     settings |= {key: tuple(published.get(key) or colours[key]) for key in colours}
     config = ViTConfig(**settings)
-    sources |= told | pool_source | _list_pixel_sources(published, f"{name} ({reason})")
-    sources |= _list_other_sources(config, sidecar)
+    sources |= numerics_sources | pool_source | _list_sources(config, sidecar, f"{name} ({reason})")
     left_out = sorted({one.split(".")[0] for one in shapes if _is_training_only(one)})
     notes = [f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else []
     return DetectedModel(
@@ -188,9 +184,13 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
     )
 
 
-def _list_other_sources(config: ViTConfig, sidecar: Mapping[str, Any]) -> dict[str, str]:
-    """The sources of what neither the weights nor timm's config.json show."""
-    sources: dict[str, str] = {}
+def _list_sources(config: ViTConfig, sidecar: Mapping[str, Any], family: str) -> dict[str, str]:
+    """The sources of pixels, and of what neither the weights nor timm's config.json show."""
+    published = sidecar.get("pretrained_cfg") or {}
+    sources = {"mean": "config.json" if published.get("mean") else family}
+    sources["preprocess"] = "config.json" if published else family
+    if published.get("crop_mode") not in (None, "center", "squash"):
+        sources["preprocess"] = f"assumed: a centre crop instead of timm's crop_mode {published['crop_mode']!r}"
     if config.posemb == "none" and config.rotary == "none":
         sources["posemb"] = "assumed: none, since the file has no pos_embed"
     if not sidecar and config.block_bias != "all" and not config.gated:  # the same names as in timm's post-norm blocks
@@ -198,7 +198,7 @@ def _list_other_sources(config: ViTConfig, sidecar: Mapping[str, Any]) -> dict[s
     if config.stem:
         sources["stem"] = "timm's code: SAME padding, w / sqrt(var + 1e-8), GroupNorm 1e-5"
     # timm drops the last pixels of images that patches do not fill; plainvit prepares smaller images
-    stated = tuple((sidecar.get("pretrained_cfg") or {}).get("input_size") or ())[-2:]
+    stated = tuple(published.get("input_size") or ())[-2:]
     pairs = zip(stated, config.image_size, config.stride, strict=False)
     if any(0 < larger - side < step for larger, side, step in pairs):
         theirs, ours = (" x ".join(map(str, sides)) for sides in (stated, config.image_size))
@@ -282,15 +282,6 @@ def has_coarse_norms(settings: Mapping[str, Any]) -> bool:
     is_beit3 = settings["norm_inner"] == "both" and settings["block_bias"] == "all"
     is_clip, is_rms = settings["norm_embedding"] == "tokens", settings["norm_kind"] == "rms"
     return settings["rotary"] in ("dinov3", "pe") or is_clip or is_rms or is_beit3
-
-
-def _list_pixel_sources(published: Mapping[str, Any], family: str) -> dict[str, str]:
-    """The sources of normalisation and preprocessing: config.json, or the convention of the family."""
-    mean = "config.json" if published.get("mean") else family
-    if published.get("crop_mode") not in (None, "center", "squash"):
-        crop = f"assumed: a centre crop instead of timm's crop_mode {published['crop_mode']!r}"
-        return {"mean": mean, "preprocess": crop}
-    return {"mean": mean, "preprocess": "config.json" if published else family}
 
 
 def layout_for(config: Model) -> Layout:

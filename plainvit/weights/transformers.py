@@ -16,8 +16,10 @@ from plainvit.weights.layout import FIRST, DetectedModel, Layout, Shapes, make_l
 from plainvit.weights.limits import list_unlike, list_unlike_resnet
 from plainvit.weights.shapes import BLOCK, Hints, read_vit, unsupported_model
 from plainvit.weights.transformers_files import (
+    FIXED,
     KINDS,
     SPELLINGS,
+    SUPPORTED,
     Kind,
     add_defaults,
     choose_kind,
@@ -170,11 +172,11 @@ def _read_model(
         shapes,
         family,
         hints,
-        optional=kind.supports,
+        optional=SUPPORTED[kind.name],
         rows="all" if is_second_unread else "class",
         stated_size=config.get("image_size"),
         heads=(config.get("num_attention_heads", int(kind.heads)), "config.json") if states_heads else None,
-        settings=numerics | kind.fixed | _find_pooling(kind, layout, ours),
+        settings=numerics | FIXED.get(kind.name, {}) | _find_pooling(kind, layout, ours),
     )
     if settings["gated"] and kind.name.startswith("DINOv2"):  # which computes SiLU there, whatever hidden_act says
         settings["activation"] = "silu"
@@ -228,7 +230,9 @@ def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
     """(part, reason) for what the closest of transformers' classes does not have."""
     kind = choose_kind(config)
     library = f"transformers' {kind.name}"
-    yield from list_unlike(config, library, **{name: (value,) for name, value in kind.fixed.items()}, **kind.supports)
+    yield from list_unlike(
+        config, library, **{name: (value,) for name, value in FIXED.get(kind.name, {}).items()}, **SUPPORTED[kind.name]
+    )
     if config.stem:
         yield from list_unlike_resnet(config, "timm")
         if not config.stem.blocks:

@@ -87,21 +87,9 @@ class Kind:
     activation: str
     heads: str
 
-    @property
-    def supports(self) -> dict[str, Any]:
-        return SUPPORTED[self.name]
 
-    @property
-    def fixed(self) -> dict[str, Any]:
-        return FIXED.get(self.name, {})
-
-
-def _read_kinds() -> dict[str, Kind]:
-    with Path(__file__).with_name("transformers_classes.csv").open(encoding="utf-8", newline="") as file:
-        return {row["name"]: Kind(**row) for row in csv.DictReader(file)}
-
-
-KINDS = _read_kinds()
+_rows = csv.DictReader(Path(__file__).with_name("transformers_classes.csv").read_text(encoding="utf-8").splitlines())
+KINDS = {row["name"]: Kind(**row) for row in _rows}
 
 
 def choose_kind(config: ViTConfig) -> Kind:
