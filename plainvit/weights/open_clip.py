@@ -7,6 +7,7 @@ A tower that open_clip takes from timm is stored under `visual.trunk.`, with tim
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from plainvit.config import Preprocess, ViTConfig
@@ -45,19 +46,18 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detect
     is_clipa = f"{prefix}ln_pre.weight" not in shapes  # CLIPA pools the patches, then normalises
     vision = sidecar["model_cfg"]["vision_cfg"] if sidecar else {}
     _check_config(vision, is_clipa)
-    heads = None
+    hints = replace(hints, stated_size=vision.get("image_size"))
     if sidecar and not hints.heads:
-        heads = shapes[f"{prefix}positional_embedding"][1] // vision.get("head_width", 64), CONFIG
+        width = shapes[f"{prefix}positional_embedding"][1]
+        hints = replace(hints, stated_heads=(width // vision.get("head_width", 64), CONFIG))
     settings, sources = read_vit(
         layout,
         shapes,
         "open_clip",
         hints,
         optional=("layer_scale", "embedding_bias", "norm_embedding", "projection"),
-        stated_size=vision.get("image_size"),
-        heads=heads,
-        settings={"pool": "average" if is_clipa else "token", "norm_pooled": is_clipa, "norm_eps": 1e-5},
     )
+    settings |= {"pool": "average" if is_clipa else "token", "norm_pooled": is_clipa, "norm_eps": 1e-5}
     activation, sources["activation"] = _find_activation(shapes, sidecar)
     preprocess, colours = _read_pixels(sidecar)
     pixels = CONFIG if sidecar else "open_clip's transforms"

@@ -6,6 +6,7 @@ does. Models that share the names but compute something that plainvit does not a
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from plainvit.config import Model, Preprocess, ResNetConfig, ViTConfig, nearest
@@ -150,17 +151,11 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         layout[f"{BLOCK}attention.qkv.bias"] = Entry(MASKED_BIAS, SAME)
     known = load_architectures().get(str(sidecar.get("architecture")), {})
     rotary, heads = known.get("rotary") or _guess_rotary(shapes), arguments.get("num_heads", known.get("heads"))
-    settings, sources = read_vit(
-        layout,
-        shapes,
-        name,
-        hints,
-        optional=OPTIONAL,
-        rows="any",
-        stated_size=arguments.get("img_size") or tuple(published.get("input_size") or ())[-2:] or None,
-        heads=None if heads is None or hints.heads else (heads, "config.json"),
-        settings={"rotary": rotary, "embedding_bias": "norm_pre.weight" not in shapes},
-    )
+    size = arguments.get("img_size") or tuple(published.get("input_size") or ())[-2:] or None
+    stated_heads = None if heads is None or hints.heads else (heads, "config.json")
+    hints = replace(hints, stated_size=size, stated_heads=stated_heads)
+    settings, sources = read_vit(layout, shapes, name, hints, optional=OPTIONAL, rows="any", rotary=rotary)
+    settings |= {"rotary": rotary, "embedding_bias": "norm_pre.weight" not in shapes}
     numerics, numerics_sources = _read_numerics(settings, sidecar, name)
     settings |= numerics
     settings["pool"], pool_source = _find_pool(shapes, arguments.get("global_pool") or sidecar.get("global_pool"))
@@ -171,7 +166,6 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
     config = ViTConfig(**settings)
     sources |= numerics_sources | pool_source | _list_sources(config, sidecar, f"{name} ({reason})")
     left_out = sorted({one.split(".")[0] for one in shapes if _is_training_only(one)})
-    notes = [f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else []
     return DetectedModel(
         family=name,
         config=config,
@@ -180,7 +174,7 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         preprocess=read_preprocess(sidecar, 1.0 if name == "timm" and config.image_size[0] >= 384 else crop),
         class_names=read_class_names(sidecar),
         ignore=lambda one: _is_training_only(one) or one.endswith(BUFFERS),
-        notes=notes,
+        notes=[f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else [],
     )
 
 

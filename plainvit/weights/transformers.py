@@ -6,6 +6,7 @@ the number of heads; config.json does, with the activation, the epsilon of the n
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,13 @@ def _read_model(
     """(config, sources); mean and std come from the processor."""
     family, ours = f"transformers {kind.name}", read_shapes(layout, shapes)
     is_second_unread = kind.name == "DeiT" and "registers" in ours and "head_distillation.weight" not in ours
-    is_gated_dinov3 = kind.name == "DINOv3" and ours[f"{BLOCK}mlp.fc1.weight"][0] > ours[f"{BLOCK}mlp.fc2.weight"][-1]
-    activation = config.get("hidden_act", "silu" if is_gated_dinov3 and not config else kind.activation)
+    activation = config.get("hidden_act", kind.activation)
     if activation not in SPELLINGS:
         raise ValueError(f"hidden_act {activation!r} in config.json is not supported; {nearest(activation, SPELLINGS)}")
     eps = config.get("rms_norm_eps" if kind.name == "AIMv2" else "layer_norm_eps", kind.eps)
-    states_heads = hints.heads is None and config
+    hints = replace(hints, stated_size=config.get("image_size"))
+    if hints.heads is None and config:
+        hints = replace(hints, stated_heads=(config.get("num_attention_heads", int(kind.heads)), "config.json"))
     numerics: dict[str, Any] = {"norm_eps": float(eps), "activation": SPELLINGS[activation]}
     settings, sources = read_vit(
         layout,
@@ -174,18 +176,17 @@ def _read_model(
         hints,
         optional=SUPPORTED[kind.name],
         rows="all" if is_second_unread else "class",
-        stated_size=config.get("image_size"),
-        heads=(config.get("num_attention_heads", int(kind.heads)), "config.json") if states_heads else None,
-        settings=numerics | FIXED.get(kind.name, {}) | _find_pooling(kind, layout, ours),
     )
-    if settings["gated"] and kind.name.startswith("DINOv2"):  # which computes SiLU there, whatever hidden_act says
+    settings |= numerics | FIXED.get(kind.name, {}) | _find_pooling(kind, layout, ours)
+    is_guessed = settings["gated"] and kind.name == "DINOv3" and not config
+    if is_guessed or (settings["gated"] and kind.name.startswith("DINOv2")):  # whose code ignores hidden_act there
         settings["activation"] = "silu"
     model = ViTConfig(**settings)
     if model.posemb == "bias" and model.grid[0] != model.grid[1]:
         raise unsupported_model("BEiT for images that are not square", "transformers mixes up rows and columns there")
     source = "config.json" if config else f"{family}'s default"
     sources |= {"activation": source, "norm_eps": source}
-    if is_gated_dinov3 and not config:
+    if is_guessed:
         sources["activation"] = "assumed: SiLU, as in the published gated DINOv3"
     if kind.name in ASSUMED and not config:
         sources[ASSUMED[kind.name]] = f"assumed: {family}'s default"
