@@ -367,8 +367,8 @@ def test_open_clip_equals_transformers_and_is_written_back(tmp_path: Path, opena
     peer.double()
     state = to_open_clip({name: x.float() for name, x in peer.state_dict().items()})
     state |= {"input_resolution": torch.tensor(24)} if openai else {}
-    torch.save(state, tmp_path / "clip.pt")
-    model = plainvit.load(tmp_path / "clip.pt", heads=4)
+    torch.save(state, tmp_path / "open_clip_pytorch_model.bin")  # as on the hub
+    model = plainvit.load(tmp_path, heads=4)
     images = tiny.images(2, (24, 24))
     theirs = peer(normalise(model, images)).image_embeds
     plainvit.save(model, tmp_path / "again.safetensors", format="open_clip")

@@ -395,6 +395,14 @@ def test_file_is_preferred_to_the_index_of_older_shards(tmp_path: Path) -> None:
     assert torch.equal(plainvit.load(folder).head.weight, torch.ones_like(sharded.head.weight))
 
 
+def test_folder_of_several_models_is_an_error(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        plainvit.save(tiny.vit(torch.float32), tmp_path / name)
+    load_error(tmp_path, r"2 weights files \(a\.safetensors, b\.safetensors\)")
+    (tmp_path / "a.safetensors").rename(tmp_path / "model.safetensors")
+    assert plainvit.load(tmp_path).config.classes == 7
+
+
 PROCESSORS: dict[str, dict[str, Any]] = {
     "not normalised": {"do_normalize": False},
     "bytes": {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [64.0] * 3},

@@ -321,17 +321,12 @@ def _check_shapes(
                 )
 
 
-def find_unsupported(layout: Layout, names: Iterable[str]) -> list[str]:
-    """Our parameters that a format does not have."""
-    return [name for name in names if locate(layout, name) is None]
-
-
 def emit(layout: Layout, weights: Mapping[str, Tensor], config: Model) -> dict[str, Tensor]:
     """Our weights under a format's names and in its shapes."""
     out: dict[str, Tensor] = {}
     for name, weight in weights.items():
         located = locate(layout, name)
-        assert located is not None, name
+        assert located is not None, f"list_unsupported does not list {name}"
         out |= {their: tensor.contiguous() for their, tensor in write_parameter(located, weight, config)}
     return _merge_thirds(out)
 
