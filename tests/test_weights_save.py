@@ -32,7 +32,7 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
     "timm pth": ("m.pth", {"drop": ("activation",)}),
     "timm folder": ("m", {}),
     "transformers": ("m", {}),
-    "torchvision": ("m.pth", {"drop": ("activation",)}),
+    "torchvision": ("m.pt", {"drop": ("activation",)}),
 }
 
 
@@ -94,6 +94,17 @@ def test_failed_first_write_leaves_no_files(
     assert tree(tmp_path) == {}
 
 
+@pytest.mark.parametrize(
+    ("format_", "name"),
+    [("plainvit", "m.pth"), ("google", "m.safetensors"), ("timm", "m.npz"), ("transformers", "m.safetensors")],
+)
+def test_suffix_of_another_kind_of_file_is_an_error(tmp_path: Path, format_: str, name: str) -> None:
+    model = small(numerics="google" if format_ == "google" else "timm")
+    with pytest.raises(ValueError, match=name):
+        plainvit.save(model, tmp_path / name, format=format_)
+    assert tree(tmp_path) == {}
+
+
 MODES = [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)]
 
 
@@ -149,6 +160,7 @@ def test_unwritable_target_is_a_one_line_error(tmp_path: Path, format_: str, pro
         (tmp_path / "m").write_text("old")
         (tmp_path / "m.safetensors").mkdir()
         (tmp_path / "m.pth").mkdir()
+        (tmp_path / "m.pt").mkdir()
         (tmp_path / "m.npz").mkdir()
     model, before = small(mlp_dim=24), tree(tmp_path)
     limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

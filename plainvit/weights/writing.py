@@ -22,6 +22,10 @@ from plainvit.weights.reading import load
 log = logging.getLogger("plainvit")
 
 
+TORCH_SUFFIXES = (".pth", ".pt", ".bin")
+SUFFIXES = (".safetensors", ".npz", *TORCH_SUFFIXES)  # of files, not of folders
+
+
 class UnsupportedPartError(ValueError):
     """A format does not support parts of a model."""
 
@@ -52,8 +56,9 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     if format not in own.FORMATS:
         raise ValueError(f"format {format!r} is unknown; {nearest(format, own.FORMATS)}")
     path = Path(path)
-    folder = format == "transformers" or (format == "timm" and path.suffix not in (".safetensors", ".pth", ".bin"))
+    folder = format == "transformers" or (format == "timm" and path.suffix not in SUFFIXES)
     config, weights = _drop_parts(model, _list_unsupported(format, model.config, folder), drop, format)
+    _check_suffix(path, format)
     layout = own.layout_for(format, config, weights)
     out = emit(layout, weights, config)
     described = own.describe(format, config, model.about)
@@ -64,11 +69,20 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
         _write_with_sidecar(path, lambda target: _write_npz(target, out), described)
     elif folder:
         _write_folder(path, out, metadata, _make_sidecars(format, config, model.about, weights))
-    elif path.suffix in (".pth", ".bin") and format != "plainvit":
+    elif path.suffix in TORCH_SUFFIXES:
         _write_with_sidecar(path, lambda target: write_torch(target, out), described)
     else:
         write_atomically(path, lambda target: write_safetensors(target, out, metadata))
     return path
+
+
+def _check_suffix(path: Path, format: str) -> None:  # noqa: A002
+    """Rejects the suffix of another kind of file, which other tools would fail to open."""
+    written = {"plainvit": (".safetensors",), "google": (".npz",), "transformers": ()}
+    allowed = written.get(format, (".safetensors", *TORCH_SUFFIXES))
+    if path.suffix in SUFFIXES and path.suffix not in allowed:
+        kind = f"files that end in {' or '.join(allowed)}" if allowed else "a folder"
+        raise ValueError(f"format {format!r} writes {kind}: give another name than {path.name}")
 
 
 def _write_with_sidecar(path: Path, write: Callable[[Path], object], described: dict[str, Any]) -> None:
