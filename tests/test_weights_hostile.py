@@ -254,28 +254,22 @@ def test_non_finite_values_are_errors(tmp_path: Path, kind: str) -> None:
         assert "finite" in expect_error(store(kind, valid_weights(kind) | {name: broken}, tmp_path), **HINTS)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64])
-@pytest.mark.parametrize("kind", ["plainvit", "timm", "transformers", "google"])
-def test_dtypes_that_are_no_floats_are_errors(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    for name in some_names(kind):
-        wrong = valid_weights(kind)[name].to(dtype)
-        assert "dtype" in expect_error(store(kind, valid_weights(kind) | {name: wrong}, tmp_path), **HINTS)
+NO_FLOATS = (torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@pytest.mark.parametrize("dtype", ["longdouble", "U4", "S4", "datetime64[s]", "c16", "V3", "u2,u1"])
+@pytest.mark.parametrize("dtype", NO_FLOATS)
+def test_dtypes_that_are_no_floats_are_errors(tmp_path: Path, dtype: torch.dtype) -> None:
+    for name in some_names("timm"):
+        wrong = valid_weights("timm")[name].to(dtype)
+        assert "dtype" in expect_error(store("timm", valid_weights("timm") | {name: wrong}, tmp_path), **HINTS)
+
+
+@pytest.mark.parametrize("dtype", ["i8", "i1", "?", "longdouble", "U4", "S4", "datetime64[s]", "c16", "V3", "u2,u1"])
 def test_numpy_dtypes_are_errors(tmp_path: Path, dtype: str) -> None:
     arrays = {name: x.numpy() for name, x in valid_weights("google").items()}
     for name in ("cls", "head/bias", "embedding/kernel"):
         np.savez(tmp_path / "m.npz", **arrays | {name: np.zeros(arrays[name].shape, dtype)})
         expect_error(tmp_path / "m.npz")
-
-
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8"])
-def test_byte_dtypes_are_errors(tmp_path: Path, dtype: str) -> None:
-    header, body = parts(store("timm", valid_weights("timm"), tmp_path))
-    header["cls_token"] |= {"dtype": dtype, "shape": [1, 4, 16]}
-    assemble(tmp_path / "m.safetensors", header, body)
-    expect_error(tmp_path / "m.safetensors", **HINTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -360,7 +354,7 @@ def pickled(value: object, path: Path) -> None:
 
 PLACES: dict[str, Callable[[Any], Any]] = {
     "alone": lambda evil: evil,
-    "beside": lambda evil: {"model": valid_weights("timm"), "args": evil},
+    "next to weights": lambda evil: {"model": valid_weights("timm"), "args": evil},
     "inside": lambda evil: valid_weights("timm") | {"evil": evil},
     "as a name": lambda evil: {"model": valid_weights("timm"), (evil,): 1},
 }
@@ -383,7 +377,7 @@ def test_pickle_in_a_folder_is_not_run(tmp_path: Path) -> None:
     expect_error(folder)
     assert not marker.exists()
     pickle.loads(pickle.dumps(Payload(marker)))
-    assert marker.exists(), "it runs where a pickle is trusted: the tests above show something"
+    assert marker.exists(), "the payload must work where a pickle is trusted"
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -398,29 +392,15 @@ def test_object_arrays_are_not_unpickled(tmp_path: Path, compressed: bool, struc
     assert not marker.exists()
 
 
-def repack(path: Path, how: int = zipfile.ZIP_STORED, **more: bytes) -> Path:
-    """A PyTorch file written by another zip, with more members under its root."""
-    torch.save(valid_weights("timm"), path)
-    with zipfile.ZipFile(path) as old:
-        members = {name: old.read(name) for name in old.namelist()}
-    root = next(iter(members)).split("/")[0]
-    with zipfile.ZipFile(path, "w", how) as new:
-        for name, data in (members | {f"{root}/{name}": data for name, data in more.items()}).items():
-            new.writestr(name, data)
-    return path
-
-
 def test_torchscript_archive_is_an_error(tmp_path: Path) -> None:
-    """It has the same suffix and the same zip; its code is never run."""
-    code = {"constants.pkl": pickle.dumps(()), "code/__torch__.py": b"import os"}
-    expect_error(repack(tmp_path / "m.pth", **code), **HINTS)
-
-
-def test_compressed_pytorch_archive_is_right_or_an_error(tmp_path: Path) -> None:
-    """PyTorch stores its records as they are; packed by another zip they must not be read as they lie."""
-    loaded = load_or_error(repack(tmp_path / "m.pth", zipfile.ZIP_DEFLATED), **HINTS)
-    if not isinstance(loaded, str):
-        assert torch.equal(loaded.blocks[0].mlp.fc1.weight, valid_weights("timm")["blocks.0.mlp.fc1.weight"])
+    """It has the same suffix and the same zip as weights; its code is never run."""
+    path = tmp_path / "m.pth"
+    torch.save(valid_weights("timm"), path)
+    with zipfile.ZipFile(path, "a") as archive:
+        root = archive.namelist()[0].split("/")[0]
+        for name, data in {"constants.pkl": pickle.dumps(()), "code/__torch__.py": b"import os"}.items():
+            archive.writestr(f"{root}/{name}", data)
+    expect_error(path, **HINTS)
 
 
 def looped() -> dict[str, Any]:
@@ -438,7 +418,7 @@ NOT_A_STATE: dict[str, Callable[[], object]] = {
     "tensors too deep": lambda: {"a": {"b": {"c": torch.ones(3)}}},
     "itself": looped,
     "numbers for names": lambda: {1: torch.ones(3), 2: torch.ones(3)},
-    "no known names": lambda: {"line\nfeed": torch.ones(3)},
+    "no known names": lambda: {"line\n\nfeed\r": torch.ones(3)},
     "a whole module": lambda: nn.Linear(2, 2),
     "a sparse tensor": lambda: valid_weights("timm") | {"norm.bias": torch.ones(16).to_sparse()},
     "a tensor on the meta device": lambda: valid_weights("timm") | {"norm.bias": torch.empty(16, device="meta")},
@@ -624,11 +604,6 @@ def test_false_safetensors_header_is_an_error(tmp_path: Path, name: str) -> None
     expect_error(assemble(tmp_path / "m.safetensors", *SAFETENSORS[name](header, body)), **HINTS)
 
 
-def test_name_of_several_lines_gives_one_line(tmp_path: Path) -> None:
-    said = expect_error(store("timm", {"evil\n\nname\r": torch.ones(1)}, tmp_path))
-    assert "evil" in said
-
-
 # Cut short ------------------------------------------------------------------------------------------------------------
 
 
@@ -745,14 +720,6 @@ def test_damaged_shard_is_an_error(tmp_path: Path, suffix: str) -> None:
     assert not marker.exists()
 
 
-def library_folder(format_: str, folder: Path) -> Path:
-    """A folder without plainvit's own description, so that the library's config counts."""
-    folder.mkdir(exist_ok=True)
-    plainvit.save(small(numerics="timm"), folder, format=format_)
-    safetensors.torch.save_file(valid_weights(format_), folder / "model.safetensors")
-    return folder
-
-
 REMOVED = object()
 
 
@@ -778,10 +745,10 @@ def sound_folders() -> dict[str, dict[str, bytes]]:
     folders: dict[str, dict[str, bytes]] = {}
     with tempfile.TemporaryDirectory() as name:
         for format_ in ("transformers", "timm"):
-            folder = library_folder(format_, Path(name) / format_)
+            folder = plainvit.save(small(numerics="timm"), Path(name) / format_, format=format_)
+            write(valid_weights(format_), folder / "model.safetensors")  # without plainvit's own description
             folders[format_] = {path.name: path.read_bytes() for path in folder.iterdir()}
-        (Path(name) / "open_clip").mkdir()
-        weights = store("open_clip", valid_weights("open_clip"), Path(name) / "open_clip").read_bytes()
+        weights = store("open_clip", valid_weights("open_clip"), Path(name)).read_bytes()
         described = store("plainvit", valid_weights("plainvit"), Path(name)).read_bytes()
     config = {"model_cfg": {"vision_cfg": {"head_width": 8, "image_size": 16}}, "preprocess_cfg": {}}
     folders["open_clip"] = {"m.safetensors": weights, "open_clip_config.json": json.dumps(config).encode()}
@@ -897,7 +864,7 @@ def test_description_that_its_format_does_not_support_is_an_error(
 
 # Chance ---------------------------------------------------------------------------------------------------------------
 
-FUZZ = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 
 
 @cache

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
-import scipy.ndimage
 import test_weights_google as google
 import timm
 import tiny
@@ -23,7 +22,6 @@ import torch
 import transformers
 from peer_models import timm_vit, torchvision_vit
 from peers import write
-from timm.layers import resample_abs_pos_embed
 from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
@@ -33,6 +31,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 
 import plainvit
 from plainvit.evaluate.describe import describe
+from plainvit.models.resample import resize
 from plainvit.weights.published import PUBLISHED
 
 EXACT, SINGLE = 1e-10, 1e-6  # timm and torchvision resample in fp32
@@ -101,15 +100,7 @@ def test_head_of_zeros_is_reported(tmp_path: Path, bias: float, reported: Any) -
 # Another size ---------------------------------------------------------------------------------------------------------
 
 
-def zoomed(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Google's own call (checkpoint.py), on a grid of any sides."""
-    factors = (new[0] / old[0], new[1] / old[1], 1)
-    values = table.double().view(*old, -1).numpy()
-    return torch.from_numpy(scipy.ndimage.zoom(values, factors, order=1, mode="nearest")).flatten(0, 1)
-
-
 SIZES = {
-    "square to square": ((32, 32), (48, 48)),
     "square to wide": ((32, 32), (24, 56)),
     "wide to tall": ((24, 40), (64, 16)),
     "wide to square": ((24, 40), (40, 40)),
@@ -122,17 +113,15 @@ SIZES = {
 def test_other_size_resamples_on_the_true_grid(
     tmp_path: Path, old: tuple[int, int], new: tuple[int, int], reported: Any
 ) -> None:
+    """By Google's method unless another is given; tests/test_resample.py compares the methods with libraries."""
     model = tiny.vit(image_size=old)
     path = plainvit.save(model, tmp_path / "m.safetensors")
-    found = plainvit.load(path, image_size=new, dtype=None)
     before, after = (tuple(side // 8 for side in size) for size in (old, new))
-    table = model.positions[0].table.detach()
-    expected = torch.cat((table[:1], zoomed(table[1:], before, after)))
-    assert tiny.difference(found.positions[0].table, expected) < EXACT
-    assert found.config.image_size == new
-    assert found(tiny.images(size=new)).shape == (2, 7)
-    (line,) = reported()
-    assert f"{before[0]} x {before[1]} to {after[0]} x {after[1]} (bilinear-aligned)" in line
+    for given, method in ((None, "bilinear-aligned"), ("bicubic-antialias", "bicubic-antialias")):
+        found = plainvit.load(path, image_size=new, resample=given, dtype=None)
+        assert torch.equal(found.positions[0].table, resize(model, new, method=method).positions[0].table)
+        assert found(tiny.images(size=new)).shape == (2, 7)
+        assert f"{before[0]} x {before[1]} to {after[0]} x {after[1]} ({method})" in reported()[-1]
 
 
 @pytest.mark.parametrize("size", [16, 48, 56])
@@ -173,14 +162,6 @@ def test_converted_weights_are_resampled_like_their_family(tmp_path: Path) -> No
     expected = plainvit.load(path, image_size=48, heads=4).positions[0].table
     own = plainvit.save(plainvit.load(path, heads=4), tmp_path / "own.safetensors")
     assert torch.equal(plainvit.load(own, image_size=48).positions[0].table, expected)
-
-
-def test_resample_chooses_the_method(tmp_path: Path) -> None:
-    model = tiny.vit(image_size=32)
-    path = plainvit.save(model, tmp_path / "m.safetensors")
-    found = plainvit.load(path, image_size=(48, 24), resample="bicubic-antialias", dtype=None)
-    expected = resample_abs_pos_embed(model.positions[0].table[None], (6, 3), (4, 4), num_prefix_tokens=1)[0]
-    assert tiny.difference(found.positions[0].table, expected) < 1e-6  # timm resamples in fp32
 
 
 @pytest.mark.parametrize(
@@ -414,6 +395,14 @@ def test_file_is_preferred_to_the_index_of_older_shards(tmp_path: Path) -> None:
     assert torch.equal(plainvit.load(folder).head.weight, torch.ones_like(sharded.head.weight))
 
 
+def test_folder_of_several_models_is_an_error(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        plainvit.save(tiny.vit(torch.float32), tmp_path / name)
+    load_error(tmp_path, r"2 weights files \(a\.safetensors, b\.safetensors\)")
+    (tmp_path / "a.safetensors").rename(tmp_path / "model.safetensors")
+    assert plainvit.load(tmp_path).config.classes == 7
+
+
 PROCESSORS: dict[str, dict[str, Any]] = {
     "not normalised": {"do_normalize": False},
     "bytes": {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [64.0] * 3},
@@ -487,7 +476,7 @@ NUMERICS = {
     "vit": ("activation", "norm_eps", "mean", "std", "image_size"),
     "resnet": ("standardise", "norm_eps", "padding", "mean", "std"),
 }
-DESCRIBED: dict[str, Callable[[Path], Path]] = {
+FILES: dict[str, Callable[[Path], Path]] = {
     "google": lambda folder: google.save(google.original(), folder / "m.npz"),
     "google hybrid": lambda folder: google.save(
         google.original(stem=google.stem_arrays((1, 1)), kernel=(1, 1, 512)), folder / "m.npz"
@@ -495,9 +484,13 @@ DESCRIBED: dict[str, Callable[[Path], Path]] = {
     "big_vision": lambda folder: google.save(google.prefixed(google.big_vision("map"), "params/"), folder / "m.npz"),
     "BiT": lambda folder: google.save(google.bit_arrays((1, 1)), folder / "m.npz"),
     "timm": lambda folder: write(encoder()[1], folder / "m.safetensors"),
-    "timm BiT": lambda folder: forgotten(tiny.bit(blocks=(1, 1), numerics="timm"), folder),
-    "timm hybrid": lambda folder: forgotten(tiny.hybrid(blocks=(1, 1), image_size=(32, 32), numerics="timm"), folder),
+    "timm BiT": lambda folder: plainvit.save(tiny.bit(blocks=(1, 1), numerics="timm"), folder / "m.bin", format="timm"),
+    "timm hybrid": lambda folder: plainvit.save(
+        tiny.hybrid(blocks=(1, 1), image_size=(32, 32), numerics="timm"), folder / "m.bin", format="timm"
+    ),
     "DeiT": lambda folder: write(deit(encoder()[1]), folder / "m.pth"),
+    "PyTorch": lambda folder: write({"state_dict": encoder()[1]}, folder / "m.pth"),
+    "transformers without a processor": lambda folder: hub_folder(folder, "ViT", None),
     "transformers": lambda folder: bare("transformers", (32, 32), folder),
     "transformers folder": lambda folder: hub_folder(folder, "ViT", {"image_mean": [0.5] * 3}),
     "torchvision": lambda folder: bare("torchvision", (32, 32), folder),
@@ -506,20 +499,17 @@ DESCRIBED: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def forgotten(model: Any, folder: Path) -> Path:
-    """timm's weights without plainvit's description of them."""
-    return plainvit.save(model, folder / "m.bin", format="timm")
-
-
-@pytest.mark.parametrize("name", DESCRIBED)
+@pytest.mark.parametrize("name", FILES)
 def test_every_setting_has_a_source(tmp_path: Path, name: str) -> None:
-    described = describe(DESCRIBED[name](tmp_path), heads=4)
+    path = FILES[name](tmp_path)
+    path.with_name(f"{path.name}.plainvit.json").unlink(missing_ok=True)
+    described = describe(path, heads=4)
     json.dumps(described)
     assert set(described["sources"]) == {*described["settings"], "preprocess"}
     assert all(isinstance(source, str) and source for source in described["sources"].values())
     numerics = NUMERICS["resnet" if "BiT" in name else "vit"]
-    told = {key: described["sources"][key] for key in (*numerics, "preprocess")}
-    assert SHAPES not in told.values(), told
+    sources = {key: described["sources"][key] for key in (*numerics, "preprocess")}
+    assert SHAPES not in sources.values(), sources
 
 
 # Published ------------------------------------------------------------------------------------------------------------

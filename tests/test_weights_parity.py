@@ -1,4 +1,4 @@
-"""Weights in and out, next to the libraries themselves: timm's and torchvision's ViT, hybrids and BiT; processors.
+"""Weights read and written, compared with the libraries: timm's and torchvision's ViT, hybrids and BiT; processors.
 
 Each library builds a small model with random weights and writes it; plainvit loads the file and must give the
 library's own logits, to 1e-10 in float64 and to 1e-5 of their scale in fp32. Then plainvit writes it back, and the
@@ -9,6 +9,7 @@ import copy
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def gap(model: Any, peer: nn.Module, size: tuple[int, int] | None = None) -> flo
 
 
 def check(path: Path, peer: nn.Module, size: tuple[int, int] | None = None, **hints: Any) -> Any:
-    """The file against the library's model, in both precisions; returns the float64 model."""
+    """Compares the file with the library's model, in both precisions; returns the float64 model."""
     model = plainvit.load(path, dtype=None, **hints)
     assert {weight.dtype for weight in model.state_dict().values()} == {torch.float64}
     assert gap(model, peer, size) < EXACT
@@ -163,9 +164,8 @@ FOLDER |= {"mlp_ratio": 2.0, "num_classes": 7}
 @pytest.mark.parametrize("size", [(24, 40), (16, 64)], ids=["3 x 5", "2 x 8, a square number"])
 def test_timm_folder_has_the_grid(tmp_path: Path, size: tuple[int, int]) -> None:
     peer = timm_folder(tmp_path, FOLDER | {"img_size": size})
-    described = json.loads((tmp_path / "config.json").read_text())
-    described["pretrained_cfg"]["input_size"] = [3, *size]  # what timm has there for a published model of that size
-    (tmp_path / "config.json").write_text(json.dumps(described))
+    # What timm has there for a published model of that size
+    edit_json(tmp_path / "config.json", lambda described: described["pretrained_cfg"].update(input_size=[3, *size]))
     assert check(tmp_path, peer, heads=4).config.grid == (size[0] // 8, size[1] // 8)
     other = plainvit.load(tmp_path, heads=4, image_size=(40, 40))
     assert other.config.grid == (5, 5)
@@ -187,30 +187,33 @@ def test_timm_folder_has_pixels_and_class_names(tmp_path: Path) -> None:
     assert model.about.class_names == tuple(names)
 
 
-@pytest.mark.parametrize("pool", ["avgmax", "max"])
-def test_unsupported_pooling_is_an_error(tmp_path: Path, pool: str) -> None:
-    timm_folder(tmp_path, FOLDER | {"global_pool": pool, "fc_norm": False})
-    with pytest.raises(ValueError, match=pool):
-        plainvit.load(tmp_path, heads=4)
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    described = json.loads(path.read_text())
+    change(described)
+    path.write_text(json.dumps(described))
 
 
-@pytest.mark.parametrize("arguments", [{"norm_layer": "rmsnorm"}, {"pool_include_prefix": True}])
+UNSUPPORTED = [
+    {"global_pool": "avgmax"},
+    {"global_pool": "max"},
+    {"norm_layer": "rmsnorm"},
+    {"pool_include_prefix": True},
+]
+
+
+@pytest.mark.parametrize("arguments", UNSUPPORTED)
 def test_unsupported_timm_arguments_are_errors(tmp_path: Path, arguments: dict[str, Any]) -> None:
     timm_folder(tmp_path, FOLDER)
-    described = json.loads((tmp_path / "config.json").read_text())
-    described["model_args"] |= arguments
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    with pytest.raises(ValueError, match=next(iter(arguments))):
+    edit_json(tmp_path / "config.json", lambda described: described["model_args"].update(arguments))
+    with pytest.raises(ValueError, match=str(next(iter(arguments.values()))) + "|" + next(iter(arguments))):
         plainvit.load(tmp_path)
 
 
 def test_unknown_timm_architecture_is_an_error(tmp_path: Path) -> None:
-    """Its heads, activation and positions are not guessed at; without config.json they are assumptions."""
+    """Its heads, activation and positions are not guessed; without config.json they are assumptions."""
     timm_folder(tmp_path, {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 2})
-    described = json.loads((tmp_path / "config.json").read_text())
-    del described["model_args"]
-    (tmp_path / "config.json").write_text(json.dumps(described | {"architecture": "vit_of_tomorrow"}))
-    with pytest.raises(ValueError, match="vit_of_tomorrow"):
+    edit_json(tmp_path / "config.json", lambda described: described.update(architecture="new_vit", model_args={}))
+    with pytest.raises(ValueError, match="new_vit"):
         plainvit.load(tmp_path)
     sources = plainvit.load(tmp_path / "model.safetensors").about.sources
     assert sources["heads"].startswith("assumed")
@@ -219,7 +222,7 @@ def test_unknown_timm_architecture_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resize", ["squash", "crop", "squash-crop"])
 def test_timm_crops_like_plainvit(tmp_path: Path, resize: str) -> None:
-    """A square resize cuts nothing, whatever `crop` says: that is of the other kind."""
+    """`crop` has no effect on a square resize."""
     model = tiny.vit(torch.float32, numerics="timm", image_size=32)
     model.about = About(preprocess=Preprocess(resize=resize, crop=0.5))
     folder = plainvit.save(model, tmp_path / "folder", format="timm")
@@ -296,6 +299,19 @@ def test_preprocessing_equals_the_librarys_processor(tmp_path: Path, kind: str, 
         assert np.array_equal(written(image, return_tensors="np")["pixel_values"][0], theirs)
 
 
+def test_processor_next_to_a_tokenizer_is_read(tmp_path: Path) -> None:
+    """Version 5 writes the image processor of CLIP and SigLIP into processor_config.json."""
+    folder = plainvit.save(tiny.vit(numerics="transformers", image_size=32), tmp_path / "f", format="transformers")
+    write(safetensors.torch.load_file(folder / "model.safetensors"), folder / "model.safetensors")
+    (folder / "preprocessor_config.json").unlink()
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size=32, image_mean=[0.1, 0.2, 0.3])
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": processor.to_dict()}))
+    model = plainvit.load(folder)
+    assert (model.config.mean, model.about.preprocess.resize) == ((0.1, 0.2, 0.3), "crop")
+    assert model.about.preprocess.crop == 0.8
+    assert not model.about.sources["preprocess"].startswith("assumed")
+
+
 LEGACY: dict[str, tuple[dict[str, Any], tuple[str, float]]] = {
     "DeiT of 2021": ({"feature_extractor_type": "DeiTFeatureExtractor", "size": 256}, ("squash-crop", 0.875)),
     "ViT of 2021": ({"feature_extractor_type": "ViTFeatureExtractor", "size": 224}, ("squash", 1.0)),
@@ -347,10 +363,10 @@ def test_preprocessing_equals_torchvision_or_names_the_other(tmp_path: Path, nam
     with torch.device("meta"):
         state = getattr(torchvision.models, name)(image_size=theirs.crop_size[0]).state_dict()
     found, _ = inspect_weights(hollow(state, tmp_path / "hollow.safetensors"))
-    ours, source = found.about["preprocess"], found.sources["preprocess"]
+    ours, source = found.preprocess, found.sources["preprocess"]
     same = (
-        ours["interpolation"] == theirs.interpolation.value
-        and round(theirs.crop_size[0] / ours["crop"]) == theirs.resize_size[0]
+        ours.interpolation == theirs.interpolation.value
+        and round(theirs.crop_size[0] / ours.crop) == theirs.resize_size[0]
     )
     assert source.startswith("assumed")
     assert any(note.startswith("assumed") and "interpolation" in note for note in found.notes)

@@ -2,17 +2,14 @@
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import test_weights_google as google
 import test_weights_load as loading
 import tiny
 import torch
-from peers import write
 
 import plainvit
 from plainvit.config import About, Preprocess
@@ -21,16 +18,7 @@ from plainvit.weights.reading import inspect_weights
 PIXELS: dict[str, Any] = {"mean": 0.25, "std": (0.5, 0.25, 0.125), "resize": "crop", "crop": 0.75}
 PIXELS |= {"interpolation": "lanczos", "antialias": True}
 # Files that do not say how photos are prepared
-SILENT: dict[str, Callable[[Path], Path]] = {
-    "under 'model'": lambda folder: write(loading.deit(loading.encoder()[1]), folder / "m.pth"),
-    "under 'state_dict'": lambda folder: write({"state_dict": loading.encoder()[1]}, folder / "m.pth"),
-    "timm's names": lambda folder: write(loading.encoder()[1], folder / "m.safetensors"),
-    "torchvision": lambda folder: loading.bare("torchvision", (32, 32), folder),
-    "transformers": lambda folder: loading.bare("transformers", (32, 32), folder),
-    "transformers, no processor": lambda folder: loading.hub_folder(folder, "ViT", None),
-    "google": lambda folder: google.save(google.original(), folder / "m.npz"),
-    "BiT": lambda folder: google.save(google.bit_arrays((1, 1)), folder / "m.npz"),
-}
+SILENT = ("DeiT", "PyTorch", "timm", "torchvision", "transformers", "transformers without a processor", "google", "BiT")
 
 
 def pixel_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -45,7 +33,7 @@ def test_assumed_preprocessing_is_reported_in_one_line(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the values that were taken and the flag for each; what the caller gives is no assumption."""
-    path = SILENT[name](tmp_path)
+    path = loading.FILES[name](tmp_path)
     model = plainvit.load(path, heads=4)
     (line,) = pixel_lines(caplog)
     assert "\n" not in line
@@ -67,12 +55,12 @@ def test_assumed_preprocessing_is_reported_in_one_line(
 )
 def test_invalid_preprocessing_is_an_error(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(given))):
-        plainvit.load(SILENT["timm's names"](tmp_path), heads=4, **given)
+        plainvit.load(loading.FILES["timm"](tmp_path), heads=4, **given)
 
 
 def test_unknown_argument_is_a_type_error(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="interpolation"):
-        plainvit.load(SILENT["timm's names"](tmp_path), heads=4, interpolatoin="bicubic")  # type: ignore[call-arg]
+        plainvit.load(loading.FILES["timm"](tmp_path), heads=4, interpolatoin="bicubic")  # type: ignore[call-arg]
 
 
 # What every format must bring back: (name of the file, format, arithmetic)
@@ -109,15 +97,15 @@ def test_every_written_file_keeps_preprocessing(
 def test_commands_accept_preprocessing_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from plainvit.cli import main
 
-    source, target = str(SILENT["under 'model'"](tmp_path)), tmp_path / "fixed.safetensors"
+    source, target = str(loading.FILES["DeiT"](tmp_path)), tmp_path / "fixed.safetensors"
     flags = ["--mean", "0.25", "--std", "0.5", "0.25", "0.125", "--resize", "crop", "--crop", "0.75"]
     main(["inspect", source, "--heads", "4", *flags, "--interpolation", "nearest", "--json"])
     described = json.loads(capsys.readouterr().out)
     assert (described["settings"]["mean"], described["settings"]["std"]) == ([0.25] * 3, [0.5, 0.25, 0.125])
     assert {described["sources"][name] for name in ("mean", "std")} == {"given by the caller"}
     main(["convert", source, str(target), "--format", "plainvit", "--heads", "4", *flags])
-    config, about = inspect_weights(target)[0].config, inspect_weights(target)[0].about["preprocess"]
-    assert (config.mean, config.std, about["resize"], about["crop"]) == ((0.25,) * 3, (0.5, 0.25, 0.125), "crop", 0.75)
+    config, prepared = inspect_weights(target)[0].config, inspect_weights(target)[0].preprocess
+    assert (config.mean, config.std, prepared.resize, prepared.crop) == ((0.25,) * 3, (0.5, 0.25, 0.125), "crop", 0.75)
     photo = tmp_path / "a.png"
     from PIL import Image
 

@@ -1,6 +1,5 @@
 """`plainvit.save` is atomic: the old file stays until the new one is complete on disk."""
 
-import json
 import os
 import resource
 import stat
@@ -33,7 +32,7 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
     "timm pth": ("m.pth", {"drop": ("activation",)}),
     "timm folder": ("m", {}),
     "transformers": ("m", {}),
-    "torchvision": ("m.pth", {"drop": ("activation",)}),
+    "torchvision": ("m.pt", {"drop": ("activation",)}),
 }
 
 
@@ -84,11 +83,25 @@ def test_run_folder_is_not_overwritten(tmp_path: Path, format_: str) -> None:
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("format_", SAVED)
-def test_failed_first_write_leaves_no_files(tmp_path: Path, format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_midway(monkeypatch, OSError(28, "No space left on device"))
-    with pytest.raises((OSError, ValueError)):
+def test_failed_first_write_leaves_no_files(
+    tmp_path: Path, format_: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_midway(monkeypatch, error)
+    with pytest.raises(type(error)):
         save(format_, tmp_path)
+    assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("format_", "name"),
+    [("plainvit", "m.pth"), ("google", "m.safetensors"), ("timm", "m.npz"), ("transformers", "m.safetensors")],
+)
+def test_suffix_of_another_kind_of_file_is_an_error(tmp_path: Path, format_: str, name: str) -> None:
+    model = small(numerics="google" if format_ == "google" else "timm")
+    with pytest.raises(ValueError, match=name):
+        plainvit.save(model, tmp_path / name, format=format_)
     assert tree(tmp_path) == {}
 
 
@@ -138,30 +151,6 @@ def test_loaded_file_can_be_overwritten(tmp_path: Path) -> None:
         assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize("format_", ["timm folder", "transformers"])
-def test_old_shards_are_removed(tmp_path: Path, format_: str) -> None:
-    """A folder that held shards with an index is written anew: what loads is what was saved."""
-    folder = save(format_, tmp_path)
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    name = "classifier.bias" if format_ == "transformers" else "head.bias"
-    index = {"metadata": {}, "weight_map": {name: "model-00001-of-00001.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert plainvit.load(folder).config.mlp_dim == 8
-    new = small(mlp_dim=24)
-    assert plainvit.load(save(format_, tmp_path, new)).config.mlp_dim == 24
-
-
-@pytest.mark.parametrize("named", ["../precious.safetensors", "notes.txt", 1])
-def test_index_removes_only_shards(tmp_path: Path, named: str | int) -> None:
-    folder = save("timm folder", tmp_path)
-    kept = [tmp_path / "precious.safetensors", folder / "notes.txt"]
-    for path in kept:
-        path.write_text("mine")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"any": named}}))
-    assert plainvit.load(save("timm folder", tmp_path, small(mlp_dim=24))).config.mlp_dim == 24
-    assert [path.read_text() for path in kept] == ["mine", "mine"]
-
-
 @pytest.mark.parametrize("format_", SAVED)
 @pytest.mark.parametrize("problem", ["missing folder", "unwritable folder", "file in place of a folder", "full disk"])
 def test_unwritable_target_is_a_one_line_error(tmp_path: Path, format_: str, problem: str) -> None:
@@ -171,6 +160,7 @@ def test_unwritable_target_is_a_one_line_error(tmp_path: Path, format_: str, pro
         (tmp_path / "m").write_text("old")
         (tmp_path / "m.safetensors").mkdir()
         (tmp_path / "m.pth").mkdir()
+        (tmp_path / "m.pt").mkdir()
         (tmp_path / "m.npz").mkdir()
     model, before = small(mlp_dim=24), tree(tmp_path)
     limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

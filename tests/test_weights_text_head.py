@@ -118,6 +118,12 @@ def test_invalid_text_head_is_an_error(tmp_path: Path, embeddings: torch.Tensor,
         plainvit.load(tmp_path / "tower", text_head=head)
 
 
+def test_missing_text_head_is_an_error(tmp_path: Path) -> None:
+    path = plainvit.save(tiny.vit(torch.float32), tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match="there is no file"):
+        plainvit.load(path, text_head=tmp_path / "missing.safetensors")
+
+
 def test_classifier_is_no_image_text_tower(tmp_path: Path) -> None:
     path = plainvit.save(tiny.vit(torch.float32), tmp_path / "m.safetensors")
     with pytest.raises(ValueError, match="classifier of 7 classes"):

@@ -3,6 +3,7 @@
 plainvit inspect B_16.npz          plainvit weights
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,15 @@ def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
         "parameters": cost.parameters(detected.config),
         "head": "none" if name is None else "trained" if tensors.read(name).any() else "all zeros: features only",
         "settings": settings,
-        "preprocess": detected.about.get("preprocess", {}),
-        "class_names": list(detected.about.get("class_names") or ()),
+        "preprocess": asdict(detected.preprocess),
+        "class_names": list(detected.class_names),
         "sources": sources | {"preprocess": _preprocess_source(detected)},
         "notes": notes,
     }
 
 
 def _preprocess_source(detected: DetectedModel) -> str:
-    given = [name for name in detected.about.get("preprocess", {}) if detected.sources.get(name) == GIVEN]
+    given = [name for name in asdict(detected.preprocess) if detected.sources.get(name) == GIVEN]
     other = detected.sources.get("preprocess", detected.default)
     return f"{', '.join(given)} {GIVEN}; else {other}" if given else other
 

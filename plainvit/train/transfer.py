@@ -35,7 +35,7 @@ def read_starting_model(config: Config) -> tuple[Model, Preprocess]:
         model = model.replace(image_size=pair(config.image_size))
     if config.head != "keep":
         model = model.without_head()
-    return model, Preprocess(**inspected.about.get("preprocess", {}))
+    return model, inspected.preprocess
 
 
 def resolve(config: Config, splits: Splits) -> Config:

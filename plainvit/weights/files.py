@@ -27,6 +27,8 @@ from torch import Tensor
 from plainvit.disk import read_json
 
 SHARD_INDEX, TORCH_SHARD_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+SAFE_NAMES = ("model.safetensors", "open_clip_model.safetensors")
+TORCH_NAMES = ("pytorch_model.bin", "open_clip_pytorch_model.bin", "model.pth")
 MAX_WRAPPERS = 4
 UNPACK_MARGIN = 256 * 2**20  # an archive may unpack to twice its size plus this many bytes
 CHECKSUM = "plainvit_sha256"  # metadata entry of the safetensors files that plainvit writes
@@ -87,10 +89,8 @@ class SafetensorsFiles(Tensors):
             file.seek(start)
             if file.readinto(data) != len(data):
                 raise ValueError(f"{path} became shorter while it was read")
-        shape = self.shapes[name]
-        return (
-            torch.frombuffer(data, dtype=DTYPES[kind]).view(shape) if data else torch.empty(shape, dtype=DTYPES[kind])
-        )
+        dtype, shape = DTYPES[kind], self.shapes[name]
+        return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
     def check(self) -> None:
         stored = self.metadata.get(CHECKSUM)
@@ -178,20 +178,20 @@ class NpzFile(Tensors):
 
     def read(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            with _report_damage(self.path, "NumPy archive"):
-                self._last = name, self._array(name)
-        return self._tensor(self._last[1])
+            with (
+                _report_damage(self.path, "NumPy archive"),
+                zipfile.ZipFile(self.path) as archive,
+                archive.open(self._members[name]) as stream,
+            ):
+                self._last = name, npy.read_array(stream, allow_pickle=False)
+        return self._to_tensor(self._last[1])
 
     def pop(self, name: str) -> Tensor:
         tensor, self._last = self.read(name), None
         return tensor
 
-    def _array(self, name: str) -> np.ndarray:
-        with zipfile.ZipFile(self.path) as archive, archive.open(self._members[name]) as stream:
-            return npy.read_array(stream, allow_pickle=False)
-
     @staticmethod
-    def _tensor(array: np.ndarray) -> Tensor:
+    def _to_tensor(array: np.ndarray) -> Tensor:
         if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16, which NumPy does not know
             return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
@@ -223,11 +223,10 @@ class TorchFile(Tensors):
         if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
             raise ValueError(f"{path} is a {type(loaded).__name__}, not a state dict")
         self._tensors = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
-        if any(
-            t.layout is not torch.strided or t.device.type != "cpu" or t.is_quantized for t in self._tensors.values()
-        ):
+        tensors = self._tensors.values()
+        if any(one.layout is not torch.strided or one.device.type != "cpu" or one.is_quantized for one in tensors):
             raise ValueError(f"{path} has sparse, quantized or meta tensors: save it with dense ones")
-        size = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+        size = sum(one.numel() * one.element_size() for one in tensors)
         if size > 2 * path.stat().st_size:
             raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file has: do not trust it")
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -248,31 +247,25 @@ class TorchFile(Tensors):
 
 
 class RenamedTensors(Tensors):
-    """A file under other names: {new: (old, None)}, (old, layer) if old stacks all layers, or (old, slice of rows)."""
+    """A file under other names: {new: (old, None)}, or (old, layer) if old stacks all layers."""
 
-    def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | slice | None]]) -> None:
+    def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | None]]) -> None:
         super().__init__(tensors.path)
         self._tensors, self._names, self.metadata = tensors, names, tensors.metadata
         self.wrapper: str | None = getattr(tensors, "wrapper", None)
-        self.shapes = {new: _select_shape(tensors.shapes[old], part) for new, (old, part) in names.items()}
+        self.shapes = {new: tensors.shapes[old][layer is not None :] for new, (old, layer) in names.items()}
 
     def read(self, name: str) -> Tensor:
-        old, part = self._names[name]
+        old, layer = self._names[name]
         tensor = self._tensors.read(old)
-        return tensor if part is None else tensor[part]
+        return tensor if layer is None else tensor[layer]
 
     def pop(self, name: str) -> Tensor:
-        old, part = self._names[name]
-        return self._tensors.pop(old) if part is None else self._tensors.read(old)[part].clone()
+        old, layer = self._names[name]
+        return self._tensors.pop(old) if layer is None else self._tensors.read(old)[layer].clone()
 
     def check(self) -> None:
         self._tensors.check()
-
-
-def _select_shape(shape: tuple[int, ...], part: int | slice | None) -> tuple[int, ...]:
-    if isinstance(part, slice):
-        return (part.stop - part.start, *shape[1:])
-    return shape if part is None else shape[1:]
 
 
 def _load_torch(path: Path) -> object:
@@ -331,12 +324,16 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
     """
     if (folder / SHARD_INDEX).is_file() and not (folder / "model.safetensors").is_file():
         return _open_shards(folder, SHARD_INDEX)
-    known = ("model.safetensors",) if safe_only else ("model.safetensors", "pytorch_model.bin", "model.pth")
-    candidates = [folder / name for name in known if (folder / name).is_file()] or [
-        path for path in sorted(folder.glob("*.safetensors")) if path.is_file()
-    ]
-    if candidates:
-        return open_file(candidates[0])
+    known = [folder / name for name in (SAFE_NAMES if safe_only else SAFE_NAMES + TORCH_NAMES)]
+    found = [path for path in known if path.is_file()][:1]
+    found = found or [path for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:3])
+        raise ValueError(
+            f"{folder} has {len(found)} weights files ({names}): rename the one to load to {SAFE_NAMES[0]}"
+        )
+    if found:
+        return open_file(found[0])
     if not safe_only and (folder / TORCH_SHARD_INDEX).is_file():
         return _open_shards(folder, TORCH_SHARD_INDEX)
     numbered = [path for path in folder.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdecimal()]
@@ -346,7 +343,9 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
         newest = ", ".join(str(path.relative_to(folder)) for path in checkpoints[:3])
         more = f" and {len(checkpoints) - 3} more" if len(checkpoints) > 3 else ""
         raise ValueError(f"{folder} has checkpoints of a training run ({newest}{more}): use {checkpoints[0]}")
-    raise ValueError(f"{folder} has no weights: expected {' or '.join(known[:2])}, or another .safetensors file")
+    raise ValueError(
+        f"{folder} has no weights: expected {' or '.join(path.name for path in known)}, or a .safetensors file"
+    )
 
 
 def _open_shards(folder: Path, index: str) -> Tensors:

@@ -7,8 +7,9 @@ all layers in one array, and puts everything under a prefix.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
-from plainvit.config import VIT_NUMERICS, Model, ResNetConfig, ViTConfig
+from plainvit.config import VIT_NUMERICS, Model, Preprocess, ResNetConfig, ViTConfig
 from plainvit.names import UNITS
 from plainvit.weights.files import RenamedTensors, Tensors
 from plainvit.weights.layout import DetectedModel, Layout, make_layout
@@ -59,21 +60,19 @@ def _detect_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
     first = f"{prefix}Transformer/encoderblock_0/MultiHeadDotProductAttention_"
     section = "big_vision" if any(name.startswith(f"{first}0/") for name in shapes) else "google"
     layout = make_layout(section, shapes, prefix)
-    positions, pool = layout["positions.0.table"].names[0], "token"
+    positions = layout["positions.0.table"].names[0]
     if section == "google" and f"{prefix}Transformer/posembed_input/pos_embedding" not in shapes:
         raise ValueError(f"this Google file has no tensor {positions!r}: download it again, or check that it is a ViT")
-    if f"{prefix}cls" not in shapes:
-        pool = "attention" if any(name.startswith(f"{prefix}MAPHead_0/") for name in shapes) else "average"
+    has_pooling = any(name.startswith(f"{prefix}MAPHead_0/") for name in shapes)
+    pool = "token" if f"{prefix}cls" in shapes else "attention" if has_pooling else "average"
     query = shapes.get(f"{first}{int(section == 'google')}/query/kernel", ())
     settings, sources = read_vit(
         layout,
         shapes,
         "Google",
-        hints,
+        replace(hints, stated_heads=(query[1], "shape of the query kernel") if len(query) == 3 else None),
         rows="none" if section == "big_vision" else "class",
         stem="google",
-        heads=(query[1], "shape of the query kernel") if len(query) == 3 else None,
-        settings={"pool": pool},
     )
     settings["posemb"] = "1d" if settings["posemb"] == "1d" else "sincos2d"
     sources |= {"activation": f"{_CODE} (flax's gelu is the tanh form)", "norm_eps": f"{_CODE} (flax's default)"}
@@ -84,13 +83,12 @@ def _detect_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
         sources["posemb"] = "no table in the file: big_vision's fixed sin-cos positions"
     return DetectedModel(
         family="big_vision" if section == "big_vision" else "Google",
-        config=ViTConfig(**settings | VIT_NUMERICS["google"]),
+        config=ViTConfig(**settings | VIT_NUMERICS["google"], pool=pool),
         layout=layout,
         sources=sources,
-        about={"preprocess": {"resize": "squash", "interpolation": "bilinear", "antialias": False}},
+        preprocess=Preprocess(resize="squash", interpolation="bilinear", antialias=False),
         # outside the prefix: optimizer state, counters, the text tower
         ignore=lambda name: bool(prefix) and not name.startswith(prefix),
-        notes=[f"image size {sources['image_size']}"] if sources["image_size"].startswith("assumed") else [],
     )
 
 
@@ -110,7 +108,7 @@ def _detect_bit(tensors: Tensors) -> tuple[DetectedModel, Tensors]:
         "image_size": "convolutions take any size; 224 is the paper's pre-training",
     }
     config = read_bit(layout, tensors.shapes, "google")
-    return DetectedModel("BiT", config, layout, sources, {"preprocess": {"resize": "squash"}}), tensors
+    return DetectedModel("BiT", config, layout, sources), tensors
 
 
 def layout_for(config: Model) -> Layout:

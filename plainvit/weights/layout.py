@@ -11,15 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from plainvit.config import Model, ViTConfig
+from plainvit.config import Model, Preprocess, ViTConfig
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.buffers import fill_buffers
-from plainvit.weights.files import RenamedTensors, Tensors
+from plainvit.weights.files import Tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -51,15 +50,11 @@ class DetectedModel:
     config: Model
     layout: Layout
     sources: dict[str, str] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)  # preprocess, class_names
+    preprocess: Preprocess = field(default_factory=Preprocess)
+    class_names: tuple[str, ...] = ()
     ignore: Callable[[str], bool] = lambda _: False  # names in the file that are not the model's
     notes: list[str] = field(default_factory=list)
     default: str = "shapes of the weights"  # the source of settings without an entry in `sources`
-
-
-def list_assumptions(sources: Mapping[str, str]) -> list[str]:
-    """A note for each setting whose source is an assumption."""
-    return [f"{name}: {source}" for name, source in sources.items() if source.startswith("assumed")]
 
 
 def _patch_kernel(weight: Tensor, config: Model) -> Tensor:
@@ -196,7 +191,7 @@ def read_shapes(layout: Layout, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """The shapes of our parameters that a file has, of the first block or unit; kernels have four sides."""
     found: dict[str, tuple[int, ...]] = {}
     for ours, entry in layout.items():
-        parts = [shapes.get(_THIRD.sub(r"\1", name.format(**FIRST)), ()) for name in entry.names]
+        parts = [_find_shape(shapes, name.format(**FIRST)) for name in entry.names]
         if not all(parts):
             continue
         with contextlib.suppress(RuntimeError, IndexError):  # of a wrong number of sides: an error where it is needed
@@ -227,7 +222,6 @@ def build_model(detected: DetectedModel, tensors: Tensors, dtype: torch.dtype | 
     with torch.device("meta"):
         model = build(detected.config)
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    tensors = _split_thirds(detected.layout, shapes, tensors)
     entries = _check_names(detected, shapes, tensors)
     _check_shapes(detected, entries, shapes, tensors)
     # Neighbours in the file are read together, so a file that stacks its layers is unpacked once per array
@@ -235,34 +229,35 @@ def build_model(detected: DetectedModel, tensors: Tensors, dtype: torch.dtype | 
     weights: dict[str, Tensor] = {}
     for name in order:
         conversion = entries[name].conversion
-        parts = [conversion.read(check_values(tensors.pop(their), their)) for their in entries[name].names]
+        parts = [conversion.read(check_values(_read_part(tensors, their), their)) for their in entries[name].names]
         weights[name] = _merge_parts(parts, shapes[name], dtype)
     fill_buffers(model, "cpu")
     model.load_state_dict(weights, assign=True)
     return model.eval()
 
 
-def _split_thirds(layout: Layout, shapes: Iterable[str], tensors: Tensors) -> Tensors:
-    """Gives the thirds that a layout names their own names instead of the full tensor's."""
-    entries = [located for name in shapes if (located := locate(layout, name))]
-    thirds = [match for located in entries for name in located.names if (match := _THIRD.match(name))]
-    sliced = {match[1] for match in thirds if match[1] in tensors.shapes}
-    if not sliced:
-        return tensors
-    names: dict[str, tuple[str, int | slice | None]] = {
-        name: (name, None) for name in tensors.shapes if name not in sliced
-    }
-    for match in thirds:
-        if match[1] in sliced:
-            rows, rest = divmod((*tensors.shapes[match[1]], 1)[0], 3)
-            if rest:
-                raise ValueError(f"{match[1]} has shape {tensors.shapes[match[1]]}: its rows are not q, k and v")
-            names[match[0]] = match[1], slice(int(match[2]) * rows, (int(match[2]) + 1) * rows)
-    return RenamedTensors(tensors, names)
+def _read_part(tensors: Tensors, name: str) -> Tensor:
+    """A tensor of a file, or a third of its rows."""
+    match = _THIRD.match(name)
+    if not match:
+        return tensors.pop(name)
+    rows = _find_shape(tensors.shapes, name)[0]
+    return tensors.read(match[1])[int(match[2]) * rows :][:rows].clone()
+
+
+def _find_shape(shapes: Shapes, name: str) -> tuple[int, ...]:
+    """The shape of a tensor of a file, or of a third of its rows; () if it is missing."""
+    match = _THIRD.match(name)
+    shape = shapes.get(match[1] if match else name, ())
+    if not match or not shape:
+        return shape
+    if shape[0] % 3:
+        raise ValueError(f"{match[1]} has shape {shape}: its rows are not q, k and v")
+    return (shape[0] // 3, *shape[1:])
 
 
 def _merge_thirds(out: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `_split_thirds`, for writing."""
+    """The tensors to write, with thirds as one."""
     merged: dict[str, Tensor] = {}
     for name in sorted(out):  # thirds in their order
         match = _THIRD.match(name)
@@ -302,7 +297,7 @@ def _check_names(detected: DetectedModel, names: Iterable[str], tensors: Tensors
     if len(entries) < len(located):
         unsupported = join_names(name for name in located if name not in entries)
         raise ValueError(f"{file} describes a model with {unsupported}, which its format does not support")
-    expected = {their for value in entries.values() for their in value.names}
+    expected = {_THIRD.sub(r"\1", their) for value in entries.values() for their in value.names}
     missing = sorted(expected - tensors.shapes.keys())
     if missing:
         raise ValueError(f"{file} lacks {join_names(missing)}: it is incomplete, or of another model")
@@ -317,7 +312,7 @@ def _check_shapes(
 ) -> None:
     for name, value in entries.items():
         for their, example in write_parameter(value, torch.empty(shapes[name], device="meta"), detected.config):
-            actual, expected = tensors.shapes[their], tuple(example.shape)
+            actual, expected = _find_shape(tensors.shapes, their), tuple(example.shape)
             # Old files store GroupNorm's vectors as (1, 1, 1, c)
             if actual != expected and not (len(expected) == 1 and actual == (1, 1, 1, *expected)):
                 raise ValueError(
@@ -326,17 +321,12 @@ def _check_shapes(
                 )
 
 
-def find_unsupported(layout: Layout, names: Iterable[str]) -> list[str]:
-    """Our parameters that a format does not have."""
-    return [name for name in names if locate(layout, name) is None]
-
-
 def emit(layout: Layout, weights: Mapping[str, Tensor], config: Model) -> dict[str, Tensor]:
     """Our weights under a format's names and in its shapes."""
     out: dict[str, Tensor] = {}
     for name, weight in weights.items():
         located = locate(layout, name)
-        assert located is not None, name
+        assert located is not None, f"list_unsupported does not list {name}"
         out |= {their: tensor.contiguous() for their, tensor in write_parameter(located, weight, config)}
     return _merge_thirds(out)
 

@@ -7,11 +7,12 @@ A tower that open_clip takes from timm is stored under `visual.trunk.`, with tim
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from plainvit.config import ViTConfig
+from plainvit.config import Preprocess, ViTConfig
 from plainvit.weights.files import Tensors
-from plainvit.weights.layout import DetectedModel, Layout, list_assumptions, make_layout
+from plainvit.weights.layout import DetectedModel, Layout, make_layout
 from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.pixels import CLIP, HALF
 from plainvit.weights.shapes import Hints, read_vit, unsupported_model
@@ -45,19 +46,18 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detect
     is_clipa = f"{prefix}ln_pre.weight" not in shapes  # CLIPA pools the patches, then normalises
     vision = sidecar["model_cfg"]["vision_cfg"] if sidecar else {}
     _check_config(vision, is_clipa)
-    heads = None
+    hints = replace(hints, stated_size=vision.get("image_size"))
     if sidecar and not hints.heads:
-        heads = shapes[f"{prefix}positional_embedding"][1] // vision.get("head_width", 64), CONFIG
+        width = shapes[f"{prefix}positional_embedding"][1]
+        hints = replace(hints, stated_heads=(width // vision.get("head_width", 64), CONFIG))
     settings, sources = read_vit(
         layout,
         shapes,
         "open_clip",
         hints,
         optional=("layer_scale", "embedding_bias", "norm_embedding", "projection"),
-        stated_size=vision.get("image_size"),
-        heads=heads,
-        settings={"pool": "average" if is_clipa else "token", "norm_pooled": is_clipa, "norm_eps": 1e-5},
     )
+    settings |= {"pool": "average" if is_clipa else "token", "norm_pooled": is_clipa, "norm_eps": 1e-5}
     activation, sources["activation"] = _find_activation(shapes, sidecar)
     preprocess, colours = _read_pixels(sidecar)
     pixels = CONFIG if sidecar else "open_clip's transforms"
@@ -67,9 +67,8 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detect
         config=ViTConfig(**settings, activation=activation, **(colours if settings["channels"] == 3 else HALF)),
         layout=layout,
         sources=sources,
-        about={"preprocess": preprocess},
+        preprocess=preprocess,
         ignore=lambda name: not name.startswith(prefix) if prefix else name.startswith(TEXT),
-        notes=list_assumptions(sources),
     )
 
 
@@ -92,11 +91,11 @@ def _find_activation(names: Iterable[str], sidecar: Mapping[str, Any]) -> tuple[
     return "gelu", "assumed: exact GELU; OpenAI, MetaCLIP and DFN have the sigmoid one"
 
 
-def _read_pixels(sidecar: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_pixels(sidecar: Mapping[str, Any]) -> tuple[Preprocess, dict[str, Any]]:
     """(preprocess, mean and std) as open_clip's transforms have it."""
     stated = sidecar.get("preprocess_cfg") or {}
     resize = "squash" if stated.get("resize_mode") == "squash" else "crop"
-    preprocess = {"resize": resize, "crop": 1.0, "interpolation": stated.get("interpolation") or "bicubic"}
+    preprocess = Preprocess(resize=resize, interpolation=stated.get("interpolation") or "bicubic")
     return preprocess, {name: tuple(stated.get(name) or CLIP[name]) for name in CLIP}
 
 
@@ -106,8 +105,8 @@ def make_timm_sidecar(sidecar: Mapping[str, Any]) -> dict[str, Any]:
     if not vision.get("timm_model_name"):
         return {}
     preprocess, colours = _read_pixels(sidecar)
-    mode = "squash" if preprocess["resize"] == "squash" else "center"
-    published = {**colours, "crop_pct": 1.0, "crop_mode": mode, "interpolation": preprocess["interpolation"]}
+    mode = "squash" if preprocess.resize == "squash" else "center"
+    published = {**colours, "crop_pct": 1.0, "crop_mode": mode, "interpolation": preprocess.interpolation}
     described = {"architecture": vision["timm_model_name"], "pretrained_cfg": published}
     return described | {"global_pool": vision.get("timm_pool")}
 

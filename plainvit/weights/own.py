@@ -93,14 +93,12 @@ def detect(tensors: Tensors, path: Path) -> DetectedModel:
         with torch.device("meta"):
             layout = layout_for(format_, config, build(config).state_dict())
         sources = {name: str(source) for name, source in dict(about["sources"]).items()}
-        preprocess = asdict(Preprocess(**about["preprocess"]))
+        preprocess = Preprocess(**about["preprocess"])
         names = tuple(str(name) for name in about["class_names"])
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"the description in {path} is invalid: {reason}") from error
-    detected = DetectedModel(
-        str(about.get("family")), config, layout, sources, {"preprocess": preprocess, "class_names": names}
-    )
+    notes = [f"its weights have the names and shapes of {format_}"] if format_ != "plainvit" else []
+    detected = DetectedModel(str(about.get("family")), config, layout, sources, preprocess, names, notes=notes)
     detected.default = "the file's own description"
-    detected.notes += [f"its weights have the names and shapes of {format_}"] if format_ != "plainvit" else []
     return detected

@@ -4,17 +4,16 @@ plainvit.load("m.pth", mean=0.5, std=0.5, crop=0.9)        plainvit evaluate m.p
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
-from plainvit.config import Preprocess, nearest
+from plainvit.config import nearest
 from plainvit.weights.layout import DetectedModel
 from plainvit.weights.shapes import GIVEN
 
 HALF: dict[str, Any] = {"mean": (0.5,), "std": (0.5,)}
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 CLIP: dict[str, Any] = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
-SIDECARS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
+SIDECARS = ("config.json", "open_clip_config.json", "the image processor's config")
 STATED = (*SIDECARS, GIVEN)  # sources that are no assumption start with one
 
 
@@ -38,13 +37,13 @@ def set_pixels(detected: DetectedModel, pixels: Pixels) -> None:
     if not given:
         return
     detected.sources = {"std": find_source(detected, "std")} | detected.sources | dict.fromkeys(given, GIVEN)
-    colours = {name: given.pop(name) for name in ("mean", "std") if name in given}
-    values = {name: (value,) if isinstance(value, int | float) else tuple(value) for name, value in colours.items()}
-    detected.config = detected.config.replace(**values)
-    preprocess = Preprocess(**detected.about.get("preprocess", {})).replace(**given)
-    if "crop" in given and preprocess.resize == "squash":
+    for name in {"mean", "std"} & given.keys():
+        value = given.pop(name)
+        values = (value,) if isinstance(value, int | float) else tuple(value)
+        detected.config = detected.config.replace(**{name: values})
+    detected.preprocess = detected.preprocess.replace(**given)
+    if "crop" in given and detected.preprocess.resize == "squash":
         raise ValueError("--crop needs a centre crop: add --resize crop or --resize squash-crop")
-    detected.about["preprocess"] = asdict(preprocess)
 
 
 def find_source(detected: DetectedModel, name: str) -> str:
@@ -53,9 +52,17 @@ def find_source(detected: DetectedModel, name: str) -> str:
     return detected.sources.get(name, detected.sources.get(group, detected.default))
 
 
-def describe_assumptions(detected: DetectedModel) -> str:
-    """One line with the settings that neither the file, nor one next to it, nor the caller states; "" if none."""
-    preprocess = Preprocess(**detected.about.get("preprocess", {}))
+def list_assumptions(detected: DetectedModel) -> list[str]:
+    """A note for each setting that is an assumption, and one for all about pixels."""
+    settings = {name: source for name, source in detected.sources.items() if name not in ("mean", "preprocess")}
+    notes = [f"{name}: {source}" for name, source in settings.items() if source.startswith("assumed")]
+    pixels = _describe_pixels(detected)
+    return [*notes, pixels] if pixels else notes
+
+
+def _describe_pixels(detected: DetectedModel) -> str:
+    """One line with what neither the file, nor one next to it, nor the caller states about pixels; "" if nothing."""
+    preprocess = detected.preprocess
     values: dict[str, object] = {
         "mean": " ".join(map(str, _merge_equal(detected.config.mean))),
         "std": " ".join(map(str, _merge_equal(detected.config.std))),

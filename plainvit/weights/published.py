@@ -9,6 +9,7 @@ installed libraries), and ImageNet top-1 and ReaL from timm's results files.
 import csv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,10 @@ class Published:
 
 
 def _read() -> dict[str, Published]:
-    numbers = {"parameters": int, "image_size": int, "top1": float, "real": float}
-    with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as file:
-        rows = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
-    return {
-        row.pop("name"): Published(**{key: numbers.get(key, str)(value) for key, value in row.items()}) for row in rows
-    }
+    convert: dict[str, Any] = {"parameters": int, "image_size": int, "top1": float, "real": float}
+    lines = Path(__file__).with_name("published.csv").read_text(encoding="utf-8").splitlines()
+    rows = [{key: convert.get(key, str)(text) for key, text in row.items() if text} for row in csv.DictReader(lines)]
+    return {row.pop("name"): Published(**row) for row in rows}
 
 
 PUBLISHED = _read()

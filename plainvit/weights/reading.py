@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 import torch
 
 from plainvit import hub
-from plainvit.config import About, Preprocess, ViTConfig, nearest, pair
+from plainvit.config import About, ViTConfig, nearest, pair
 from plainvit.disk import read_json
 from plainvit.models import ResNet, ViT
 from plainvit.models.resample import choose_method, resize
@@ -21,7 +21,7 @@ from plainvit.names import is_model
 from plainvit.weights import google, open_clip, own, timm, torchvision, transformers
 from plainvit.weights.files import RenamedTensors, Tensors, open_file, open_folder
 from plainvit.weights.layout import DetectedModel, build_model, join_names
-from plainvit.weights.pixels import Pixels, describe_assumptions, set_pixels
+from plainvit.weights.pixels import Pixels, list_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
 from plainvit.weights.shapes import Hints
 from plainvit.weights.text_head import load_text_head
@@ -135,9 +135,7 @@ def inspect_weights(
     """Describes a source from its headers, without reading the weights."""
     path = resolve(source)
     hints = Hints(heads=heads, image_size=None if image_size is None else pair(image_size), grid=grid)
-    unfinished, advice = _describe_unfinished_run(path)
-    if unfinished and not (path / "model.safetensors").is_file():
-        raise ValueError(f"{unfinished}, and has no weights yet: {advice}")
+    unfinished = _check_run(path)
     if path.is_dir():
         is_from_hub = isinstance(source, str) and not Path(source).exists()
         tensors = open_folder(path, safe_only=is_from_hub)
@@ -146,53 +144,47 @@ def inspect_weights(
     else:
         raise ValueError(f"there is no file or folder {path}")
     tensors.metadata |= own.read_sidecar(tensors.path)
-    described = "plainvit" in tensors.metadata
+    is_described = "plainvit" in tensors.metadata
     try:
-        detected, tensors = _detect(tensors, path, hints)
+        detected, tensors = (own.detect(tensors, path), tensors) if is_described else _detect(tensors, path, hints)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values of no format
         raise ValueError(f"{path} is not a valid model: {type(error).__name__}, {error}".replace("\n", " ")) from error
     set_pixels(detected, pixels)
-    assumed = "" if described else describe_assumptions(detected)
-    # One line for all assumptions about pixels
-    detected.notes = [note for note in detected.notes if not note.startswith(("mean: ", "preprocess: "))]
-    detected.notes += [assumed] if assumed else []
-    weights = "its first result" if (path / "first.json").is_file() else "the weights from before it was made longer"
-    detected.notes += [f"{unfinished}: these are {weights}"] if unfinished else []
+    detected.notes += [] if is_described else list_assumptions(detected)
+    detected.notes += unfinished
     return detected, tensors
 
 
 def _detect(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedModel, Tensors]:
     """Asks each format whether these are its names."""
-    if "plainvit" in tensors.metadata:
-        return own.detect(tensors, path), tensors
     tensors, outside = _strip_prefix(tensors)
-    detected, tensors = _detect_format(tensors, path, hints)
+    folder = path if path.is_dir() else None
+    config = read_json(folder / "config.json") if folder else {}
+    open_clip_config = read_json(folder / open_clip.CONFIG) if folder else {}
+    if transformers.matches(tensors):
+        detected = transformers.detect(tensors, hints, config, transformers.read_processor(folder) if folder else {})
+    elif torchvision.matches(tensors):
+        detected = torchvision.detect(tensors, hints)
+    elif google.matches(tensors):
+        detected, tensors = google.detect(tensors, hints)
+    elif timm.matches(tensors):
+        detected = timm.detect(tensors, hints, config or open_clip.make_timm_sidecar(open_clip_config))
+    elif open_clip.matches(tensors):
+        detected = open_clip.detect(tensors, hints, open_clip_config)
+    else:
+        _check_checkpoint(folder or path.parent)
+        first = join_names(tensors.shapes) or "missing"
+        raise ValueError(f"{path} has no model that plainvit knows: its first weights are {first}")
     if outside:
         detected.notes.append(f"left out weights that are not the model's: {join_names(outside)}")
     return detected, tensors
 
 
-def _detect_format(tensors: Tensors, path: Path, hints: Hints) -> tuple[DetectedModel, Tensors]:
-    config = read_json(path / "config.json") if path.is_dir() else {}
-    if transformers.matches(tensors):
-        processor = read_json(path / "preprocessor_config.json") if path.is_dir() else {}
-        return transformers.detect(tensors, hints, config, processor), tensors
-    if torchvision.matches(tensors):
-        return torchvision.detect(tensors, hints), tensors
-    if google.matches(tensors):
-        return google.detect(tensors, hints)
-    open_clip_config = read_json(path / open_clip.CONFIG) if path.is_dir() else {}
-    if timm.matches(tensors):
-        return timm.detect(tensors, hints, config or open_clip.make_timm_sidecar(open_clip_config))
-    if open_clip.matches(tensors):
-        return open_clip.detect(tensors, hints, open_clip_config), tensors
-    folder = path if path.is_dir() else path.parent
+def _check_checkpoint(folder: Path) -> None:
     if folder.parent.name == "checkpoints" and (folder / "state.json").is_file():
         raise ValueError(
-            f"{path} is a checkpoint of a run, not its weights: give the run's folder, {folder.parents[1]}"
+            f"{folder} is a checkpoint of a run, not its weights: give the run's folder, {folder.parents[1]}"
         )
-    first = join_names(tensors.shapes) or "missing"
-    raise ValueError(f"{path} has no model that plainvit knows: its first weights are {first}")
 
 
 def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
@@ -241,20 +233,24 @@ def _find_prefix(name: str, anchor: str) -> str:
     return prefix if re.fullmatch(r"((model|net|network|module|_orig_mod|backbone)\.)*", prefix) else ""
 
 
-def _describe_unfinished_run(folder: Path) -> tuple[str, str]:
-    """(how far an unfinished run has come, how to finish it); empty for any other folder or file."""
+def _check_run(folder: Path) -> list[str]:
+    """A note if the run of a folder has not finished; it is an error if it has no weights yet."""
     status = read_json(folder / "status.json") if folder.is_dir() else {}
     if status.get("state") in (None, "done"):
-        return "", ""
-    advice = "its `plainvit train` command resumes it"
-    if status["state"] == "diverged":
-        advice = "another --out with a lower --optim.lr starts over"
+        return []
     if status["state"] == "running":  # or killed before it could write its state
         saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
         progress = f"whose last checkpoint is of step {max(saved, default=0)} of {status.get('steps')}"
     else:
         progress = f"that stopped at step {status.get('step')} of {status.get('steps')} ({status['state']})"
-    return f"{folder} is a run {progress}", advice
+    if not (folder / "model.safetensors").is_file():
+        is_diverged = status["state"] == "diverged"
+        resume = "its `plainvit train` command resumes it"
+        advice = "another --out with a lower --optim.lr starts over" if is_diverged else resume
+        raise ValueError(f"{folder} is a run {progress}, and has no weights yet: {advice}")
+    is_first = (folder / "first.json").is_file()
+    weights = "its first result" if is_first else "the weights from before it was made longer"
+    return [f"{folder} is a run {progress}: these are {weights}"]
 
 
 def resolve(source: str | Path) -> Path:
@@ -296,9 +292,8 @@ def _adapt(
 
 
 def _make_about(detected: DetectedModel) -> About:
-    names = tuple(detected.about.get("class_names") or ())
+    names = detected.class_names
     if names and len(names) != detected.config.classes:
         detected.notes.append(f"{len(names)} class names for {detected.config.classes} classes: left out")
         names = ()
-    preprocess = Preprocess(**detected.about.get("preprocess", {}))
-    return About(family=detected.family, preprocess=preprocess, class_names=names, sources=detected.sources)
+    return About(family=detected.family, preprocess=detected.preprocess, class_names=names, sources=detected.sources)

@@ -21,11 +21,13 @@ BLOCK, STEM = "blocks.{i}.", "stem.stages.{s}.{u}."
 
 @dataclass(frozen=True)
 class Hints:
-    """What the caller states about a file."""
+    """What is known about a file besides its weights."""
 
-    heads: int | None = None
+    heads: int | None = None  # these three from the caller
     image_size: tuple[int, int] | None = None
     grid: tuple[int, int] | None = None
+    stated_heads: tuple[int, str] | None = None  # (heads, source), from a file next to the weights
+    stated_size: Any = None  # the image size there; with rows "any" it counts only if it fits the number of rows
 
 
 def read_vit(
@@ -36,10 +38,8 @@ def read_vit(
     *,
     optional: Container[str] = (),
     rows: str = "class",
-    stated_size: Any = None,
     stem: str = "timm",
-    heads: tuple[int, str] | None = None,
-    settings: Mapping[str, Any] | None = None,
+    rotary: str = "none",
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(settings, sources) of a ViT.
 
@@ -47,41 +47,45 @@ def read_vit(
         layout: The names of the file.
         shapes: Its tensors.
         family: Its name in messages.
-        hints: What the caller states.
+        hints: What is known besides the weights.
         optional: Parts (fields of ViTConfig) that the format's models have or not; without the weights of any other
             part a file is incomplete.
         rows: The tokens before the patches that have rows of positions: none, class (with the distillation token), all,
             or any of these, by the number of rows.
-        stated_size: The image size next to the weights; with rows "any" only if it fits the number of rows.
         stem: The numerics of a hybrid's stem (STEM_NUMERICS).
-        heads: The number of heads and its source, where they are known.
-        settings: Settings that replace those of the shapes.
+        rotary: The rotary positions, which imply the heads of DINOv3.
     """
     ours = read_shapes(layout, shapes)
     _check_required(ours, layout, family)
-    found = _read_sizes(ours)
-    found |= {name: value for name, value in _read_parts(ours, layout).items() if name in optional} | dict(
-        settings or {}
-    )
-    found["stem"] = _read_stem(ours, layout, shapes, stem)
-    found["channels"] = found["stem"].channels if found["stem"] else found["channels"]
-    stride = found["stem"].stride if found["stem"] else 1
-    cell = (found["patch"][0] * stride, found["patch"][1] * stride)
-    tokens = found["class_token"] + found["distillation"]
-    prefixes = {"none": (0,), "class": (tokens,), "all": (tokens + found["registers"],)}.get(
-        rows, (tokens, tokens + found["registers"], 0)
-    )
-    table = ours["positions.0.table"][-2] if found["posemb"] == "1d" else None
-    hints = _add_grid(hints, stated_size, cell, table, prefixes if rows == "any" else None)
-    if found["posemb"] == "bias" and not hints.grid:  # (2h-1)(2w-1) + 3 rows: a square grid, unless it is stated
+    settings = _read_sizes(ours)
+    settings |= {name: value for name, value in _read_parts(ours, layout).items() if name in optional}
+    settings["stem"] = _read_stem(ours, layout, shapes, stem)
+    if settings["stem"]:
+        settings["channels"] = settings["stem"].channels
+    settings["depth"] = count_layers(shapes, layout)
+    settings["image_size"], settings["posemb_prefix"], size_source = _read_image_size(settings, ours, hints, rows)
+    settings["heads"], heads_source = hints.stated_heads or _guess_heads(ours, hints, family, rotary)
+    return settings, {"heads": heads_source, "image_size": size_source}
+
+
+def _read_image_size(
+    settings: Mapping[str, Any], ours: Shapes, hints: Hints, rows: str
+) -> tuple[tuple[int, int], str, str]:
+    """(image size, posemb_prefix, source of the size)."""
+    stride = settings["stem"].stride if settings["stem"] else 1
+    cell = (settings["patch"][0] * stride, settings["patch"][1] * stride)
+    tokens = settings["class_token"] + settings["distillation"]
+    counts = {"none": 0, "class": tokens, "all": tokens + settings["registers"]}
+    prefixes = (counts[rows],) if rows in counts else (counts["class"], counts["all"], 0)
+    table = ours["positions.0.table"][-2] if settings["posemb"] == "1d" else None
+    hints = _add_grid(hints, cell, table, prefixes if rows == "any" else None)
+    if settings["posemb"] == "bias" and not hints.grid:  # (2h-1)(2w-1) + 3 rows: a square grid, unless it is stated
         side = (math.isqrt(max(ours[f"{BLOCK}attention.relative.table"][0] - 3, 0)) + 1) // 2
         hints = replace(hints, grid=(side, side))
-    found["image_size"], prefix_rows, size_source = read_grid(table, cell, prefixes, hints)
-    found |= {"depth": count_layers(shapes, layout), "posemb_prefix": rows}
+    size, prefix_rows, source = read_grid(table, cell, prefixes, hints)
     if rows == "any":
-        found["posemb_prefix"] = {tokens: "class", 0: "none"}.get(prefix_rows, "all")
-    found["heads"], source = heads or read_heads(ours, hints, family, str(found.get("rotary")))
-    return found, {"heads": source, "image_size": size_source}
+        rows = {tokens: "class", 0: "none"}.get(prefix_rows, "all")
+    return size, rows, source
 
 
 def _check_required(ours: Shapes, layout: Layout, family: str) -> None:
@@ -157,13 +161,11 @@ def _read_resnet(name: str, ours: Shapes, layout: Layout, shapes: Shapes) -> dic
     return {"blocks": blocks, "widen": max(root[0] // 64, 1), "channels": root[1]}
 
 
-def _add_grid(
-    hints: Hints, size: Any, cell: tuple[int, int], rows: int | None, prefixes: Sequence[int] | None
-) -> Hints:
-    """Adds the grid of a stated image size; with `prefixes` only if it fits the rows of positions."""
-    if hints.grid or size is None:
+def _add_grid(hints: Hints, cell: tuple[int, int], rows: int | None, prefixes: Sequence[int] | None) -> Hints:
+    """Adds the grid of the stated image size; with `prefixes` only if it fits the rows of positions."""
+    if hints.grid or hints.stated_size is None:
         return hints
-    height, width = pair(size)
+    height, width = pair(hints.stated_size)
     grid = height // cell[0], width // cell[1]
     fits = prefixes is None or rows is None or rows - grid[0] * grid[1] in prefixes
     return replace(hints, grid=grid) if fits else hints
@@ -237,7 +239,7 @@ def count_units(names: Iterable[str], layout: Layout, ours: str) -> tuple[int, .
     return units
 
 
-def read_heads(ours: Shapes, hints: Hints, family: str, rotary: str = "none") -> tuple[int, str]:
+def _guess_heads(ours: Shapes, hints: Hints, family: str, rotary: str) -> tuple[int, str]:
     """(heads, source): the shape of q, k and v does not show them."""
     width, biases = ours["embedding.weight"][0], ours.get(f"{BLOCK}attention.relative.table", ())
     if len(biases) == 2:

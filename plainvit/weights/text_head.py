@@ -35,6 +35,8 @@ def load_text_head(model: ViT, path: str | Path) -> ViT:
     Returns:
         The same model, whose logits are those of zero-shot classification.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}: --text-head needs a .safetensors file of text embeddings")
     file = SafetensorsFiles([Path(path)])
     if len(file.shapes.get("embeddings", ())) != 2 or not all(file.shapes["embeddings"]):
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in list(file.shapes.items())[:3]) or "no tensor"

@@ -6,19 +6,12 @@ does. Models that share the names but compute something that plainvit does not a
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from plainvit.config import Model, ResNetConfig, ViTConfig, nearest
-from plainvit.weights.files import RenamedTensors, Tensors
-from plainvit.weights.layout import (
-    SAME,
-    DetectedModel,
-    Entry,
-    Layout,
-    Shapes,
-    list_assumptions,
-    make_layout,
-)
+from plainvit.config import Model, Preprocess, ResNetConfig, ViTConfig, nearest
+from plainvit.weights.files import Tensors
+from plainvit.weights.layout import SAME, DetectedModel, Entry, Layout, Shapes, make_layout
 from plainvit.weights.limits import ANY, list_unlike, list_unlike_resnet
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
 from plainvit.weights.shapes import BLOCK, Hints, read_bit, read_vit, unsupported_model
@@ -27,7 +20,8 @@ from plainvit.weights.timm_architectures import (
     check_architecture,
     choose_words,
     load_architectures,
-    read_about,
+    read_class_names,
+    read_preprocess,
     uses_eva,
 )
 
@@ -44,15 +38,11 @@ UNSUPPORTED_NAMES = {
     r"blocks\.0\.(attns\.|in_proj\.)": "a ViT with parallel blocks",
     r"blocks\.0\.attn\.(k_proj\.bias|gate\.)": "a ViT with gated or grouped attention",
 }
-# (fraction of the short side that the centre crop keeps, mean and std of the pixels)
-FAMILIES: dict[str, tuple[float, dict[str, Any]]] = {
+# (fraction of the short side that the centre crop keeps, mean and std of the pixels); of DeiT, MAE and the DINOs:
+USUAL_PIXELS = (0.875, IMAGENET)
+PIXELS: dict[str, tuple[float, dict[str, Any]]] = {
     "timm": (0.9, HALF),
-    "DeiT": (0.875, IMAGENET),
     "DeiT III": (1.0, IMAGENET),
-    "MAE": (0.875, IMAGENET),
-    "DINO": (0.875, IMAGENET),
-    "DINOv2": (0.875, IMAGENET),
-    "DINOv3": (0.875, IMAGENET),
     "CLIP": (1.0, CLIP),
     "EVA": (0.9, CLIP),
     "BEiT": (0.9, HALF),
@@ -68,7 +58,7 @@ SIGNS = (
     ("decoder_", "MAE", "it has a decoder"),
 )
 # Names of weights that are for the training of MAE, DINO or DINOv2, not for the encoder
-TRAINING = ("decoder_", "head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.", "local_cls_norm.")
+TRAINING = ("decoder_", "head.mlp.", "head.last_layer.", "local_cls_norm.")
 OPTIONAL = ("projection", "distillation", "registers", "layer_scale", "gated", "qk_norm", "block_bias")
 OPTIONAL += ("norm_kind", "norm_embedding", "norm_inner", "norm_final")
 MASKED_BIAS = ("blocks.{i}.attn.qkv.bias[0/3]", "blocks.{i}.attn.qkv.bias[2/3]")
@@ -77,35 +67,25 @@ BUFFERS = ("relative_position_index", "attn.qkv.bias_mask", "rope_embed.periods"
 
 
 def matches(tensors: Tensors) -> bool:
-    names = {_strip_wrapper(name) for name in tensors.shapes}
+    names = tensors.shapes.keys()
     is_hybrid = any(name.startswith("patch_embed.backbone.") for name in names)
     is_bit = {"stem.conv.weight", "stages.0.blocks.0.conv1.weight"} <= names
     return is_hybrid or is_bit or "patch_embed.proj.weight" in names
 
 
-def _strip_wrapper(name: str) -> str:
-    """Removes the prefixes of DataParallel, torch.compile and DINO."""
-    return re.sub(r"^(module\.|_orig_mod\.|backbone\.)+", "", name)
-
-
-def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> tuple[DetectedModel, Tensors]:
+def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> DetectedModel:
     """The model of a file with these names; `sidecar` is config.json as timm writes it for the hub."""
-    names: dict[str, tuple[str, int | None]] = {_strip_wrapper(name): (name, None) for name in tensors.shapes}
-    if len(names) < len(tensors.shapes):
-        raise ValueError("the file has one weight under two names (with and without a wrapper's prefix)")
     wrapper = getattr(tensors, "wrapper", None)  # None: not a PyTorch file; "": a bare state dict
-    tensors = RenamedTensors(tensors, names)
     for pattern, what in UNSUPPORTED_NAMES.items():
         culprit = next((name for name in tensors.shapes if re.search(pattern, name)), None)
         if culprit:
             raise unsupported_model(what, culprit)
     if "stem.conv.weight" in tensors.shapes:
-        return _detect_bit(tensors, sidecar), tensors
+        return _detect_bit(tensors, sidecar)
     detected = _detect_vit(tensors, hints, sidecar, _find_family(tensors, wrapper, sidecar))
     if detected.family == "DeiT III" and wrapper != "model":  # DeiT III's code saves "model"
         detected.sources["rotary"] = "assumed: none; some of timm's ViTs with rotary positions have the same names"
-        detected.notes.append(f"rotary: {detected.sources['rotary']}")
-    return detected, tensors
+    return detected
 
 
 def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
@@ -126,8 +106,8 @@ def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
         "image_size": "config.json" if published.get("input_size") else "convolutions take any size",
         "mean": "config.json" if published.get("mean") else "timm's BiT: pixels in [-1, 1]",
     }
-    about = read_about(sidecar, 1.0) if published else {"preprocess": {"resize": "squash"}}
-    return DetectedModel("timm", config, layout, sources, about, notes=list_assumptions(sources))
+    preprocess = read_preprocess(sidecar, 1.0) if published else Preprocess()
+    return DetectedModel("timm", config, layout, sources, preprocess, read_class_names(sidecar))
 
 
 def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, Any]) -> tuple[str, str]:
@@ -171,42 +151,40 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         layout[f"{BLOCK}attention.qkv.bias"] = Entry(MASKED_BIAS, SAME)
     known = load_architectures().get(str(sidecar.get("architecture")), {})
     rotary, heads = known.get("rotary") or _guess_rotary(shapes), arguments.get("num_heads", known.get("heads"))
-    settings, sources = read_vit(
-        layout,
-        shapes,
-        name,
-        hints,
-        optional=OPTIONAL,
-        rows="any",
-        stated_size=arguments.get("img_size") or tuple(published.get("input_size") or ())[-2:] or None,
-        heads=None if heads is None or hints.heads else (heads, "config.json"),
-        settings={"rotary": rotary, "embedding_bias": "norm_pre.weight" not in shapes},
-    )
-    numerics, told = _read_numerics(settings, sidecar, name)
+    size = arguments.get("img_size") or tuple(published.get("input_size") or ())[-2:] or None
+    stated_heads = None if heads is None or hints.heads else (heads, "config.json")
+    hints = replace(hints, stated_size=size, stated_heads=stated_heads)
+    settings, sources = read_vit(layout, shapes, name, hints, optional=OPTIONAL, rows="any", rotary=rotary)
+    settings |= {"rotary": rotary, "embedding_bias": "norm_pre.weight" not in shapes}
+    numerics, numerics_sources = _read_numerics(settings, sidecar, name)
     settings |= numerics
     settings["pool"], pool_source = _find_pool(shapes, arguments.get("global_pool") or sidecar.get("global_pool"))
     settings["norm_pooled"] = "fc_norm.weight" in shapes and "norm.weight" not in shapes
-    crop, colours = FAMILIES[name] if settings["channels"] == 3 else (FAMILIES[name][0], HALF)
+    crop, colours = PIXELS.get(name, USUAL_PIXELS)
+    colours = colours if settings["channels"] == 3 else HALF
     settings |= {key: tuple(published.get(key) or colours[key]) for key in colours}
     config = ViTConfig(**settings)
-    sources |= told | pool_source | _list_pixel_sources(published, f"{name} ({reason})")
-    sources |= _list_other_sources(config, sidecar)
+    sources |= numerics_sources | pool_source | _list_sources(config, sidecar, f"{name} ({reason})")
     left_out = sorted({one.split(".")[0] for one in shapes if _is_training_only(one)})
-    notes = [f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else []
     return DetectedModel(
         family=name,
         config=config,
         layout=layout,
         sources=sources,
-        about=read_about(sidecar, 1.0 if name == "timm" and config.image_size[0] >= 384 else crop),
+        preprocess=read_preprocess(sidecar, 1.0 if name == "timm" and config.image_size[0] >= 384 else crop),
+        class_names=read_class_names(sidecar),
         ignore=lambda one: _is_training_only(one) or one.endswith(BUFFERS),
-        notes=notes + list_assumptions(sources),
+        notes=[f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else [],
     )
 
 
-def _list_other_sources(config: ViTConfig, sidecar: Mapping[str, Any]) -> dict[str, str]:
-    """The sources of what neither the weights nor timm's config.json show."""
-    sources: dict[str, str] = {}
+def _list_sources(config: ViTConfig, sidecar: Mapping[str, Any], family: str) -> dict[str, str]:
+    """The sources of pixels, and of what neither the weights nor timm's config.json show."""
+    published = sidecar.get("pretrained_cfg") or {}
+    sources = {"mean": "config.json" if published.get("mean") else family}
+    sources["preprocess"] = "config.json" if published else family
+    if published.get("crop_mode") not in (None, "center", "squash"):
+        sources["preprocess"] = f"assumed: a centre crop instead of timm's crop_mode {published['crop_mode']!r}"
     if config.posemb == "none" and config.rotary == "none":
         sources["posemb"] = "assumed: none, since the file has no pos_embed"
     if not sidecar and config.block_bias != "all" and not config.gated:  # the same names as in timm's post-norm blocks
@@ -214,7 +192,7 @@ def _list_other_sources(config: ViTConfig, sidecar: Mapping[str, Any]) -> dict[s
     if config.stem:
         sources["stem"] = "timm's code: SAME padding, w / sqrt(var + 1e-8), GroupNorm 1e-5"
     # timm drops the last pixels of images that patches do not fill; plainvit prepares smaller images
-    stated = tuple((sidecar.get("pretrained_cfg") or {}).get("input_size") or ())[-2:]
+    stated = tuple(published.get("input_size") or ())[-2:]
     pairs = zip(stated, config.image_size, config.stride, strict=False)
     if any(0 < larger - side < step for larger, side, step in pairs):
         theirs, ours = (" x ".join(map(str, sides)) for sides in (stated, config.image_size))
@@ -298,15 +276,6 @@ def has_coarse_norms(settings: Mapping[str, Any]) -> bool:
     is_beit3 = settings["norm_inner"] == "both" and settings["block_bias"] == "all"
     is_clip, is_rms = settings["norm_embedding"] == "tokens", settings["norm_kind"] == "rms"
     return settings["rotary"] in ("dinov3", "pe") or is_clip or is_rms or is_beit3
-
-
-def _list_pixel_sources(published: Mapping[str, Any], family: str) -> dict[str, str]:
-    """The sources of normalisation and preprocessing: config.json, or the convention of the family."""
-    mean = "config.json" if published.get("mean") else family
-    if published.get("crop_mode") not in (None, "center", "squash"):
-        crop = f"assumed: a centre crop instead of timm's crop_mode {published['crop_mode']!r}"
-        return {"mean": mean, "preprocess": crop}
-    return {"mean": mean, "preprocess": "config.json" if published else family}
 
 
 def layout_for(config: Model) -> Layout:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plainvit.config import About, Model, ResNetConfig, ViTConfig
+from plainvit.config import About, Model, Preprocess, ResNetConfig, ViTConfig
 from plainvit.weights.shapes import unsupported_model
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu", "silu": "silu"}
@@ -84,18 +84,18 @@ def check_architecture(name: str) -> None:
     raise unsupported_model(what, f"architecture {name!r} in config.json")
 
 
-def read_about(sidecar: Mapping[str, Any], crop: float) -> dict[str, Any]:
-    """Preprocessing and class names from config.json; `crop` is used if it does not say."""
+def read_preprocess(sidecar: Mapping[str, Any], crop: float) -> Preprocess:
+    """Preprocessing from config.json; `crop` is used if it does not say."""
     published = sidecar.get("pretrained_cfg") or {}
     crop = published.get("crop_pct") or crop
     squash = "squash" if crop == 1 else "squash-crop"
-    preprocess = {
-        "resize": squash if published.get("crop_mode") == "squash" else "crop",
-        "crop": crop,
-        "interpolation": published.get("interpolation") or "bicubic",
-    }
-    names = tuple(published.get("label_names") or sidecar.get("label_names") or ())
-    return {"preprocess": preprocess, "class_names": names}
+    resize = squash if published.get("crop_mode") == "squash" else "crop"
+    return Preprocess(resize=resize, crop=crop, interpolation=published.get("interpolation") or "bicubic")
+
+
+def read_class_names(sidecar: Mapping[str, Any]) -> tuple[str, ...]:
+    published = sidecar.get("pretrained_cfg") or {}
+    return tuple(map(str, published.get("label_names") or sidecar.get("label_names") or ()))
 
 
 def make_sidecar(config: Model, about: About) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from plainvit.config import VIT_NUMERICS, ViTConfig
+from plainvit.config import VIT_NUMERICS, Preprocess, ViTConfig
 from plainvit.weights.files import Tensors
-from plainvit.weights.layout import DetectedModel, Layout, list_assumptions, make_layout
+from plainvit.weights.layout import DetectedModel, Layout, make_layout
 from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.pixels import HALF, IMAGENET
 from plainvit.weights.shapes import Hints, read_vit, unsupported_model
@@ -26,24 +26,22 @@ def detect(tensors: Tensors, hints: Hints) -> DetectedModel:
         "norm_eps": "torchvision's code: 1e-6",
         "mean": "torchvision's transforms",
     }
-    notes = list_assumptions(sources)
-    return DetectedModel("torchvision", config, layout, sources, {"preprocess": preprocess}, notes=notes)
+    return DetectedModel("torchvision", config, layout, sources, preprocess)
 
 
-def _guess_preprocess(config: ViTConfig) -> tuple[dict[str, object], str]:
+def _guess_preprocess(config: ViTConfig) -> tuple[Preprocess, str]:
     """(preprocessing, source): the SWAG weights (384 px and above, and H/14) resize to their own size with bicubic.
 
     The others resize to 256 pixels (L/16 to 242), then crop.
     """
     shape = (config.width, config.patch[0])
     if config.image_size[0] >= 384 or shape == (1280, 14):
-        swag = {"resize": "crop", "crop": 1.0, "interpolation": "bicubic"}
-        return swag, "assumed: that of torchvision's SWAG weights"
+        return Preprocess(resize="crop", interpolation="bicubic"), "assumed: that of torchvision's SWAG weights"
     # The weights do not show which of the two
     other = "; SWAG_LINEAR has crop 1.0, bicubic" if shape in ((768, 16), (1024, 16)) else ""
     crop = 224 / (242 if shape == (1024, 16) else 256)
     source = f"assumed: that of torchvision's IMAGENET1K_V1{other}"
-    return {"resize": "crop", "crop": crop, "interpolation": "bilinear"}, source
+    return Preprocess(resize="crop", crop=crop), source
 
 
 def layout_for(_: ViTConfig) -> Layout:

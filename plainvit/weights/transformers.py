@@ -6,16 +6,21 @@ the number of heads; config.json does, with the activation, the epsilon of the n
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from plainvit.config import ViTConfig, nearest, pair
+from plainvit.disk import read_json
 from plainvit.weights.files import Tensors
-from plainvit.weights.layout import FIRST, DetectedModel, Layout, Shapes, list_assumptions, make_layout, read_shapes
+from plainvit.weights.layout import FIRST, DetectedModel, Layout, Shapes, make_layout, read_shapes
 from plainvit.weights.limits import list_unlike, list_unlike_resnet
 from plainvit.weights.shapes import BLOCK, Hints, read_vit, unsupported_model
 from plainvit.weights.transformers_files import (
+    FIXED,
     KINDS,
     SPELLINGS,
+    SUPPORTED,
     Kind,
     add_defaults,
     choose_kind,
@@ -47,6 +52,7 @@ SIGNS = {
     "embeddings.distillation_token": "DeiT",
     "embeddings.cls_token": "ViT",
 }
+PROCESSOR = "the image processor's config"  # source of the settings of `read_processor`
 ASSUMED = {"CLIP": "activation", "I-JEPA": "norm_eps"}  # defaults from which published weights differ
 # Weights of pre-training and of text towers
 LEFT_OUT = ("embeddings.mask_token", "decoder.", "lm_head.", "embeddings.position_ids")
@@ -71,6 +77,12 @@ def _find_kind(shapes: Shapes, kernel: str, prefix: str) -> Kind:
     return KINDS[own.get(kernel) or next(signs, "I-JEPA")]
 
 
+def read_processor(folder: Path) -> dict[str, Any]:
+    """The settings of the image processor in a folder, alone or as version 5 saves it with a tokenizer."""
+    alone = read_json(folder / "preprocessor_config.json")
+    return alone or read_json(folder / "processor_config.json").get("image_processor") or {}
+
+
 def detect(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor: Mapping[str, Any]) -> DetectedModel:
     """`config` and `processor` are config.json and preprocessor_config.json, or {}."""
     shapes, kernel = tensors.shapes, _find_kernel(tensors.shapes)
@@ -79,7 +91,8 @@ def detect(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor:
     prefix = kernel.removesuffix(suffix)
     if prefix not in (*OWN_PREFIXES, ""):
         raise unsupported_model(f"a model with a ViT inside, under {prefix!r}", suffix)
-    kind, config = _find_kind(shapes, suffix, prefix), config.get("vision_config") or config
+    kind, labels = _find_kind(shapes, suffix, prefix), config
+    config = config.get("vision_config") or config
     has_teacher = "distillation_classifier.weight" in shapes
     layout = make_layout(kind.section, shapes, prefix)
     if kind.name == "DeiT" and not has_teacher:
@@ -92,16 +105,17 @@ def detect(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor:
     settings = add_defaults(processor, default) if processor else default
     mean, std = read_pixels(settings)
     preprocess, problem = read_preprocess(settings)
-    pixels = "preprocessor_config.json" if processor else f"assumed: {family}'s usual processor"
+    pixels = PROCESSOR if processor else f"assumed: {family}'s usual processor"
     sources |= {"mean": pixels, "preprocess": f"assumed: a square resize, since {problem}" if problem else pixels}
     return DetectedModel(
         family=family,
         config=model.replace(mean=mean, std=std),
         layout=layout,
         sources=sources,
-        about={"preprocess": preprocess, "class_names": read_class_names(config, model.classes)},
+        preprocess=preprocess,
+        class_names=read_class_names(labels, model.classes),
         ignore=lambda name: _is_left_out(name.removeprefix(prefix), model) or _is_empty(name, shapes),
-        notes=list_assumptions(sources) + (["left out what is not the encoder: decoder"] if decoder else []),
+        notes=["left out what is not the encoder: decoder"] if decoder else [],
     )
 
 
@@ -151,26 +165,29 @@ def _read_model(
     if activation not in SPELLINGS:
         raise ValueError(f"hidden_act {activation!r} in config.json is not supported; {nearest(activation, SPELLINGS)}")
     eps = config.get("rms_norm_eps" if kind.name == "AIMv2" else "layer_norm_eps", kind.eps)
-    states_heads = hints.heads is None and config
+    hints = replace(hints, stated_size=config.get("image_size"))
+    if hints.heads is None and config:
+        hints = replace(hints, stated_heads=(config.get("num_attention_heads", int(kind.heads)), "config.json"))
     numerics: dict[str, Any] = {"norm_eps": float(eps), "activation": SPELLINGS[activation]}
     settings, sources = read_vit(
         layout,
         shapes,
         family,
         hints,
-        optional=kind.supports,
+        optional=SUPPORTED[kind.name],
         rows="all" if is_second_unread else "class",
-        stated_size=config.get("image_size"),
-        heads=(config.get("num_attention_heads", int(kind.heads)), "config.json") if states_heads else None,
-        settings=numerics | kind.fixed | _find_pooling(kind, layout, ours),
     )
-    if settings["gated"] and kind.name.startswith("DINOv2"):  # which computes SiLU there, whatever hidden_act says
+    settings |= numerics | FIXED.get(kind.name, {}) | _find_pooling(kind, layout, ours)
+    is_guessed = settings["gated"] and kind.name == "DINOv3" and not config
+    if is_guessed or (settings["gated"] and kind.name.startswith("DINOv2")):  # whose code ignores hidden_act there
         settings["activation"] = "silu"
     model = ViTConfig(**settings)
     if model.posemb == "bias" and model.grid[0] != model.grid[1]:
         raise unsupported_model("BEiT for images that are not square", "transformers mixes up rows and columns there")
     source = "config.json" if config else f"{family}'s default"
     sources |= {"activation": source, "norm_eps": source}
+    if is_guessed:
+        sources["activation"] = "assumed: SiLU, as in the published gated DINOv3"
     if kind.name in ASSUMED and not config:
         sources[ASSUMED[kind.name]] = f"assumed: {family}'s default"
     stated = pair(config["image_size"]) if config.get("image_size") else model.image_size
@@ -214,7 +231,9 @@ def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
     """(part, reason) for what the closest of transformers' classes does not have."""
     kind = choose_kind(config)
     library = f"transformers' {kind.name}"
-    yield from list_unlike(config, library, **{name: (value,) for name, value in kind.fixed.items()}, **kind.supports)
+    yield from list_unlike(
+        config, library, **{name: (value,) for name, value in FIXED.get(kind.name, {}).items()}, **SUPPORTED[kind.name]
+    )
     if config.stem:
         yield from list_unlike_resnet(config, "timm")
         if not config.stem.blocks:

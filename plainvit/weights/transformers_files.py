@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plainvit.config import About, ViTConfig, pair
+from plainvit.config import About, Preprocess, ViTConfig, pair
 from plainvit.weights.limits import ANY
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
 ACTIVATIONS |= {"silu": "silu"}
 SPELLINGS: dict[str, Any] = {**ACTIVATIONS, "gelu_new": "gelu_tanh", "gelu_python": "gelu", "swish": "silu"}
-RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+RESAMPLING: dict[int, Any] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 HALF_PIXELS, PIXELS, CLIP_PIXELS = (
     {f"image_{name}": value for name, value in colours.items()} for colours in (HALF, IMAGENET, CLIP)
 )
@@ -87,21 +87,9 @@ class Kind:
     activation: str
     heads: str
 
-    @property
-    def supports(self) -> dict[str, Any]:
-        return SUPPORTED[self.name]
 
-    @property
-    def fixed(self) -> dict[str, Any]:
-        return FIXED.get(self.name, {})
-
-
-def _read_kinds() -> dict[str, Kind]:
-    with Path(__file__).with_name("transformers_classes.csv").open(encoding="utf-8", newline="") as file:
-        return {row["name"]: Kind(**row) for row in csv.DictReader(file)}
-
-
-KINDS = _read_kinds()
+_rows = csv.DictReader(Path(__file__).with_name("transformers_classes.csv").read_text(encoding="utf-8").splitlines())
+KINDS = {row["name"]: Kind(**row) for row in _rows}
 
 
 def choose_kind(config: ViTConfig) -> Kind:
@@ -146,11 +134,11 @@ def read_pixels(processor: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
     return tuple(value / scale for value in mean), tuple(value / scale for value in std)
 
 
-def read_preprocess(processor: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def read_preprocess(processor: Mapping[str, Any]) -> tuple[Preprocess, str]:
     """(our settings, problem): a square resize and the reason, if ours cannot describe what the processor does."""
     size, crop = processor["size"], processor.get("crop_size") if processor.get("do_center_crop") else None
     size: dict[str, Any] = size if isinstance(size, dict) else dict.fromkeys(processor["sides"], size)
-    prepared = {"resize": "squash", "interpolation": RESAMPLING.get(processor["resample"], "bilinear")}
+    prepared = Preprocess(interpolation=RESAMPLING.get(processor["resample"], "bilinear"))
     if processor["resample"] not in RESAMPLING:
         return prepared, f"resample {processor['resample']} is not supported"
     if not processor.get("do_resize", True):
@@ -164,7 +152,7 @@ def read_preprocess(processor: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         kept = height / tall
         if kept <= 1 and math.floor(width / kept + 1e-6) == wide:  # one fraction describes both sides
             resize = "crop" if not squash else "squash" if kept == 1 else "squash-crop"
-            return prepared | {"resize": resize, "crop": kept}, ""
+            return prepared.replace(resize=resize, crop=kept), ""
     return prepared, f"the processor resizes to {size} and crops {crop or 'nothing'}"
 
 

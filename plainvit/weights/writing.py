@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,18 @@ import torch
 from torch import Tensor
 
 from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, VIT_NUMERICS, About, Model, ResNetConfig, ViTConfig, nearest
-from plainvit.disk import DiskError, read_json, run_settings, write_atomically, write_together
+from plainvit.disk import DiskError, run_settings, write_atomically, write_together
 from plainvit.models import ResNet, ViT
 from plainvit.weights import own, timm_architectures, transformers_files
-from plainvit.weights.files import CHECKSUM, DTYPES, SHARD_INDEX, hash_content
-from plainvit.weights.layout import emit, find_unsupported
+from plainvit.weights.files import CHECKSUM, DTYPES, hash_content
+from plainvit.weights.layout import emit
 from plainvit.weights.reading import load
 
 log = logging.getLogger("plainvit")
+
+
+TORCH_SUFFIXES = (".pth", ".pt", ".bin")
+SUFFIXES = (".safetensors", ".npz", *TORCH_SUFFIXES)  # of files, not of folders
 
 
 class UnsupportedPartError(ValueError):
@@ -53,11 +56,10 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     if format not in own.FORMATS:
         raise ValueError(f"format {format!r} is unknown; {nearest(format, own.FORMATS)}")
     path = Path(path)
-    folder = format == "transformers" or (format == "timm" and path.suffix not in (".safetensors", ".pth", ".bin"))
+    folder = format == "transformers" or (format == "timm" and path.suffix not in SUFFIXES)
     config, weights = _drop_parts(model, _list_unsupported(format, model.config, folder), drop, format)
+    _check_suffix(path, format)
     layout = own.layout_for(format, config, weights)
-    unsupported = find_unsupported(layout, weights)
-    assert not unsupported, f"{format}.list_unsupported does not list {unsupported}"
     out = emit(layout, weights, config)
     described = own.describe(format, config, model.about)
     metadata = {"plainvit": json.dumps(described)}
@@ -67,11 +69,20 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
         _write_with_sidecar(path, lambda target: _write_npz(target, out), described)
     elif folder:
         _write_folder(path, out, metadata, _make_sidecars(format, config, model.about, weights))
-    elif path.suffix in (".pth", ".bin") and format != "plainvit":
+    elif path.suffix in TORCH_SUFFIXES:
         _write_with_sidecar(path, lambda target: write_torch(target, out), described)
     else:
         write_atomically(path, lambda target: write_safetensors(target, out, metadata))
     return path
+
+
+def _check_suffix(path: Path, format: str) -> None:  # noqa: A002
+    """Rejects the suffix of another kind of file, which other tools would fail to open."""
+    written = {"plainvit": (".safetensors",), "google": (".npz",), "transformers": ()}
+    allowed = written.get(format, (".safetensors", *TORCH_SUFFIXES))
+    if path.suffix in SUFFIXES and path.suffix not in allowed:
+        kind = f"files that end in {' or '.join(allowed)}" if allowed else "a folder"
+        raise ValueError(f"format {format!r} writes {kind}: give another name than {path.name}")
 
 
 def _write_with_sidecar(path: Path, write: Callable[[Path], object], described: dict[str, Any]) -> None:
@@ -201,8 +212,8 @@ def _make_sidecars(format: str, config: Model, about: About, weights: dict[str, 
 def _write_folder(
     path: Path, out: dict[str, Tensor], metadata: dict[str, str], sidecars: dict[str, dict[str, Any]]
 ) -> None:
-    """Writes all files or none, then removes the shards of an earlier model."""
-    new = not path.exists()
+    """Writes all files or none. Libraries read model.safetensors rather than the shards of an earlier model."""
+    is_new = not path.exists()
     if path.is_file():
         raise ValueError(f"cannot write {path}: it is a file, and this format needs a folder")
     if not path.parent.is_dir():
@@ -213,35 +224,15 @@ def _write_folder(
         path.mkdir(exist_ok=True)
     except OSError as error:
         raise DiskError(f"cannot write into {path}: {error.strerror}") from error
-    old = [path / name for name in _list_shards(path)]
     writers: dict[Path, Callable[[Path], object]] = {}
     for name, value in sidecars.items():
         writers[path / name] = lambda target, value=value: _write_json(target, value)
     writers[path / "model.safetensors"] = lambda target: write_safetensors(target, out, metadata)
     try:
         write_together(writers)
-    except DiskError:
-        if new and not any(path.iterdir()):
+    finally:
+        if is_new and not any(path.iterdir()):
             path.rmdir()
-        raise
-    for stale in old:
-        stale.unlink(missing_ok=True)
-
-
-def _list_shards(folder: Path) -> list[str]:
-    """The index of a sharded model, then the shards that it names."""
-    index = folder / SHARD_INDEX
-    if not index.is_file():
-        return []
-    try:
-        names = read_json(index).get("weight_map")
-    except ValueError:
-        names = None
-    named = names.values() if isinstance(names, dict) else ()
-    return [
-        SHARD_INDEX,
-        *{name for name in named if isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name)},
-    ]
 
 
 def write_torch(path: Path, value: object) -> None:
