@@ -340,6 +340,15 @@ def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path
         assert torch.equal(done.model.state_dict()[name], tensor) == (not name.startswith("head")), name
 
 
+@pytest.mark.parametrize("has_init", [False, True])
+def test_image_size_also_changes_a_model_that_is_given(tmp_path: Path, has_init: bool) -> None:
+    init = str(plainvit.save(build(TINY.replace(classes=3)), tmp_path / "w.safetensors")) if has_init else ""
+    config = tiny(init=init, image_size=32)
+    model = resolve(config, open_splits(config)).model
+    assert model
+    assert model.image_size == (32, 32)
+
+
 def test_head_bias_starts_the_new_head(tmp_path: Path) -> None:
     config = tiny(loss="sigmoid", head_bias=-4.0, optim=Optim(lr=1e-12), steps=1)
     done = fit(config, tmp_path, quiet=True)

@@ -27,10 +27,9 @@ from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
 from plainvit.train import loop
 from plainvit.train import run as run_module
-from plainvit.train.guards import DeviceMemoryError, DivergedError, choose_micro_batch, out_of_memory_error
+from plainvit.train.guards import DeviceMemoryError, DivergedError, choose_micro_batch
 from plainvit.train.loop import score
 from plainvit.train.objectives import Classify
-from plainvit.train.optim import Optimizers
 from plainvit.train.replay import replay
 from plainvit.train.run import fit
 from plainvit.train.state import Progress, Training
@@ -243,7 +242,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, undisturbed: dict[str, Any
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
-@pytest.mark.parametrize("function", ["save", "write_report"])
+@pytest.mark.parametrize("function", ["loop.validate", "finalize.save", "finalize.write_report"])
 def test_a_signal_after_the_last_step_ends_a_run_that_is_not_done(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -253,16 +252,21 @@ def test_a_signal_after_the_last_step_ends_a_run_that_is_not_done(
     number: int,
     code: int,
 ) -> None:
-    """A run is done when its report is there, and not before."""
+    """A run is done when its report is there, and not before. Also in the last validation, after the last check."""
     out = tmp_path / "run"
 
-    def send(*_: object, **__: object) -> None:
-        assert status(out)["state"] == "running"
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
-        os.kill(os.getpid(), number)
+    validate = loop.validate
 
+    def send(run: Any, *rest: Any, **__: object) -> None:
+        if function == "loop.validate":
+            validate(run, *rest)
+        if function != "loop.validate" or run.progress.step == run.steps:
+            assert status(out)["state"] == "running"
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
     with monkeypatch.context() as patch:
-        patch.setattr(f"plainvit.train.finalize.{function}", send)
+        patch.setattr(f"plainvit.train.{function}", send)
         assert run_command("train", recipe, "--out", out) == code
     assert (status(out)["state"], status(out)["exit_code"]) == ("interrupted", code)
     assert finish(recipe, out) == undisturbed
@@ -425,18 +429,20 @@ def test_too_large_a_micro_batch_is_an_error_that_proposes_a_smaller_one(
     line = error_of(capsys, *words, *flags, code=5)
     assert proposed(line) == smaller
     if since > 1:
-        assert "step 8" in line
+        assert "step 7" in line
         assert newest(tmp_path / "run")[1]["step"] == 6
     assert run_command(*words, "--micro-batch", smaller, "--force") == 0
     assert status(tmp_path / "run")["state"] == "done"
 
 
-def test_out_of_memory_in_the_optimizer_ends_with_5(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, capsys: Capture
+@pytest.mark.parametrize("place", ["optim.Optimizers.step", "finalize.evaluate_splits"])
+def test_out_of_memory_outside_of_the_gradients_ends_with_5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, capsys: Capture, place: str
 ) -> None:
-    """Adam's two moments are made at the first update."""
-    monkeypatch.setattr(Optimizers, "step", runs.fail(NO_MEMORY))
-    assert "memory" in error_of(capsys, "train", recipe, "--out", tmp_path / "run", code=5)
+    """In the first update, which makes Adam's two moments, and in the evaluation of the final weights."""
+    monkeypatch.setattr(f"plainvit.train.{place}", runs.fail(NO_MEMORY))
+    assert proposed(error_of(capsys, "train", recipe, "--out", tmp_path / "run", code=5)) == 8
+    assert status(tmp_path / "run")["exit_code"] == 5
 
 
 def test_other_errors_are_not_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,7 +500,6 @@ def test_a_device_too_small_for_one_image_is_an_error() -> None:
     with pytest.raises(DeviceMemoryError) as caught:
         choose_micro_batch(device_run(0, []), (OnDevice(8),))  # pyright: ignore
     assert caught.value.raised_by_all
-    assert "--micro-batch" not in str(out_of_memory_error(device_run(0, []), 1))
 
 
 @pytest.mark.parametrize(("mine", "other", "fsdp", "expected"), [(64, 9, False, 9), (9, 64, False, 8), (4, 0, True, 0)])

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from small_runs import Child, StoppedError, before_step, complete_run, litter, outcome, stalled, status, stopped_run
 
 from plainvit.analyse.curves import read_metrics
-from plainvit.config import Augment, Optim
+from plainvit.config import Augment, Config, Optim
 from plainvit.data.resident import ResidentMemoryError
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
 from plainvit.runtime.distributed import World
@@ -30,6 +30,7 @@ from plainvit.train.guards import InterruptedRunError
 from plainvit.train.run import fit
 from plainvit.train.state import Training
 from plainvit.train.time_budget import TimeBudget
+from plainvit.train.transfer import hash_init
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -142,6 +143,24 @@ def test_a_search_resumes(tmp_path: Path) -> None:
     fit(run_config, tmp_path / "run", search=True, quiet=True)
     for inner in ("search/lr-0.0001", "search/lr-0.01", "."):
         assert outcome(tmp_path / "run" / inner) == outcome(tmp_path / "whole" / inner)
+
+
+def test_force_resumes_a_search_with_other_settings(tmp_path: Path) -> None:
+    run_config = runs.config(steps=6, evaluations=2, optim=Optim(grid=(1e-4, 1e-2)))
+    stopped_run(run_config, tmp_path, 4, search=True)
+    changed = run_config.replace(patience=5)
+    with pytest.raises(ValueError, match="--force"):
+        fit(changed, tmp_path, search=True, quiet=True)
+    assert fit(changed, tmp_path, search=True, force=True, quiet=True).numbers["steps"] == 6
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_changed_initial_weights_are_noticed(tmp_path: Path, name: str) -> None:
+    """Of a folder in each format that `load` reads."""
+    (tmp_path / name).write_bytes(b"one")
+    first = hash_init(Config(init=str(tmp_path)))
+    (tmp_path / name).write_bytes(b"two")
+    assert hash_init(Config(init=str(tmp_path))) != first
 
 
 def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
