@@ -25,7 +25,7 @@ from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.display import readable, show_activity, tell
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
 from plainvit.runtime.folder import Folder, describe_changes, environment, read_results
-from plainvit.train.finalize import First, finalize
+from plainvit.train.finalize import finalize
 from plainvit.train.guards import (
     DivergedError,
     InterruptedRunError,
@@ -211,7 +211,7 @@ def write_start(run: Training, splits: Splits) -> None:
     folder.write_status("running", folder.read("status.json").get("step", 0), config.steps)
 
 
-def train_timed(run: Training, splits: Splits) -> First | None:
+def train_timed(run: Training, splits: Splits) -> dict[str, Any] | None:
     """Trains within --hours; environment.json then has the time of all parts of the run."""
     try:
         first = find_first(run, splits.train) if run.config.head == "linear" else None
