@@ -65,6 +65,15 @@ def test_fastest_accurate_choice_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == [PLAIN, right]
 
 
+def test_choices_are_measured_outside_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise fp32 would be timed, and compared, in bf16."""
+    seen: list[bool] = []
+    monkeypatch.setattr(inference, "measure", lambda *_: seen.append(torch.is_autocast_enabled("cpu")) or PLAIN)
+    with torch.autocast("cpu", torch.bfloat16):
+        InferenceModel(tiny.vit(torch.float32))(tiny.images(dtype=torch.float32))
+    assert seen == [False]
+
+
 def test_inference_model_cannot_be_trained() -> None:
     fast = InferenceModel(tiny.vit(torch.float32))
     with pytest.raises(ValueError, match="optimise=True"):
