@@ -82,11 +82,6 @@ class Training:
         return uses_fsdp(self.config, self.world)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The precision of the arithmetic; weights are fp32."""
-        return choose_precision(self.config.precision, self.loader.device.type)
-
-    @property
     def cast(self) -> Callable[[], AbstractContextManager]:
         return autocast(self.config, self.loader.device)
 
@@ -171,6 +166,7 @@ def uses_fsdp(config: Config, world: "World") -> bool:
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager]:
+    """Contexts in the precision of the arithmetic; weights are fp32."""
     dtype = choose_precision(config.precision, device.type)
     return partial(torch.autocast, device.type, dtype, enabled=dtype is not torch.float32)
 
