@@ -19,7 +19,7 @@ import plainvit
 from plainvit.config import Config, Masked, ViTConfig
 from plainvit.data.loader import Batch
 from plainvit.models import ViT
-from plainvit.models.masked import Decoder, MaskedViT, check_maskable, count_hidden_patches
+from plainvit.models.masked import Decoder, MaskedViT, check_maskable
 from plainvit.models.vit import patchify
 from plainvit.names import configure
 from plainvit.train.masked import PredictPatches
@@ -378,9 +378,3 @@ def test_unsupported_model_is_a_one_line_error(model: Any, name: str, masked: Ma
     with pytest.raises(ValueError, match=words) as caught:
         check_maskable(model, name, masked)
     assert "\n" not in str(caught.value)
-
-
-def test_number_of_hidden_patches_is_rounded_up() -> None:
-    for n, ratio in ((196, 0.75), (49, 0.6), (50, 0.75), (100, 0.55), (10, 0.9), (256, 0.75)):
-        config = PLAIN.replace(image_size=(8, 8 * n))
-        assert count_hidden_patches(config, Masked(ratio=ratio)) == math.ceil(round(n * ratio, 6))

@@ -1,6 +1,5 @@
 """Whole runs of masked prediction, small ones: recipes, exact resume, validation, the report, fine-tuning after it."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import small_runs as runs
 import torch
-from small_runs import complete_run, error_of, run_command, stopped_run
+from small_runs import complete_run, error_of, stopped_run
 from tiny import mostly_slow
 
 import plainvit
@@ -168,16 +167,6 @@ def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
 
 
 # From the command line ------------------------------------------------------------------------------------------------
-
-
-@quick
-def test_the_command_trains_and_fine_tunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = runs.recipe_file(tmp_path, config("colour"))
-    assert run_command("train", recipe, "--out", tmp_path / "masked") == 0
-    assert "validation loss" in capsys.readouterr().out
-    words = ("--init", tmp_path / "masked", "--data", SHAPES, "--steps", 2, "--epochs", 0, "--json")
-    assert run_command("finetune", *words, "--workers", 0, "--out", tmp_path / "tuned") == 0
-    assert 0 <= json.loads(capsys.readouterr().out)["val"]["top1"] <= 1
 
 
 @pytest.mark.parametrize(

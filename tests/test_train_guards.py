@@ -6,8 +6,7 @@ import platform
 import resource
 import shutil
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +230,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, undisturbed: dict[str, Any
     out = tmp_path / "run"
     child = Child(runs.train, runs.config(), out, "recorded:8", log=tmp_path / "log")
     with stalled(child, out):
+        child.wait_for((out / "checkpoints/step-00000006").exists)  # written by a thread
         child.send(number)
         child.process.join(0.3)
         assert child.process.is_alive()
@@ -327,49 +327,6 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_5(
     assert finish(recipe, out) == undisturbed
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB, where the test may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this process may not mount a file system")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def fill(disk: Path) -> None:
-    """Takes all that is left."""
-    with (disk / "filler").open("wb", buffering=0) as file:
-        for size in (4096, 1):
-            try:
-                while True:
-                    file.write(b"\0" * size)
-            except OSError:
-                continue
-
-
-@pytest.mark.parametrize(("step", "saved"), mostly_slow([(7, 6), (1, 0), (5, 4), (12, 9)], 4))
-def test_a_full_disk_ends_the_run_with_5_and_it_resumes_later(
-    small_disk: Path,
-    undisturbed: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    recipe: str,
-    capsys: Capture,
-    step: int,
-    saved: int,
-) -> None:
-    out = small_disk / "run"
-    with monkeypatch.context() as patch:
-        before_step(patch, step, lambda run: (run.checkpoints.wait(), fill(small_disk)))
-        line = error_of(capsys, "train", recipe, "--out", out, code=5)
-    assert str(out) in line
-    (small_disk / "filler").unlink()
-    assert not saved or newest(out)[1]["step"] == saved
-    assert finish(recipe, out) == undisturbed
-
-
 @pytest.mark.parametrize("step", mostly_slow([1, 7, 12], 3))
 def test_a_deleted_run_folder_ends_the_run_with_5(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, capsys: Capture, step: int
@@ -380,7 +337,7 @@ def test_a_deleted_run_folder_ends_the_run_with_5(
     assert str(out) in error_of(capsys, "train", recipe, "--out", out, code=5)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_an_error_of_the_disk_ends_the_run_with_5_as_status_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, capsys: Capture, number: int
 ) -> None:
