@@ -38,7 +38,7 @@ docs: setup
 # A wheel and an sdist in dist/, the same bytes for the same commit. Needs `pip install build`.
 package:
 	rm -rf dist build
-	umask 022 && SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) -m build --quiet
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(PYTHON) -m build --quiet
 
 # plainvit's training speed over timm's on this machine, against the committed ratio of bench/figures.json.
 bench: setup

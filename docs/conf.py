@@ -13,6 +13,7 @@ os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.envir
 os.environ["COLUMNS"] = "100"
 
 import generate  # noqa: E402
+from myst_nb.core import render  # noqa: E402
 
 import plainvit  # noqa: E402
 
@@ -59,6 +60,19 @@ nb_execution_raise_on_error = True
 nb_merge_streams = True
 if not os.environ.get("PLAINVIT_DATA"):
     nb_execution_excludepatterns = ["tutorials/photos.md", "tutorials/attention.md", "tutorials/serve.md"]
+
+
+def merge_streams(outputs: list) -> list:
+    """Join what a cell printed, standard output first. myst-nb's own function breaks lines where a read ended."""
+    streams = {}
+    for output in outputs:
+        if output["output_type"] == "stream" and streams.setdefault(output["name"], output) is not output:
+            streams[output["name"]]["text"] += output["text"]
+    rest = [output for output in outputs if output["output_type"] != "stream"]
+    return [streams[name] for name in ("stdout", "stderr") if name in streams] + rest
+
+
+render.coalesce_streams = merge_streams
 
 
 def setup(app) -> None:
