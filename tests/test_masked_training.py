@@ -134,6 +134,7 @@ def test_masked_prediction_learns(kind: str, most: float, tmp_path: Path) -> Non
     assert done.numbers["val"]["loss"] < min(first, most)
 
 
+@quick
 def test_the_result_is_a_plain_vit_to_fine_tune(tmp_path: Path) -> None:
     """Nothing special: --init takes the run folder, for the model of the weights or a recipe's own."""
     fit(config("mae"), tmp_path / "masked", quiet=True)
