@@ -235,6 +235,16 @@ def test_predictions_depend_on_visible_pixels_only() -> None:
     assert torch.equal(find_visible(net, images, *masks), ~hidden)
 
 
+@pytest.mark.parametrize("name", ["masked", "mae"])
+@pytest.mark.parametrize("settings", [{}, {"pool": "attention", "class_token": False}, {"norm_pooled": True}])
+def test_every_trained_parameter_has_a_gradient(name: Any, settings: dict[str, Any]) -> None:
+    """As DDP needs it."""
+    net = objective(name, **settings)
+    loss, _ = net(*net.prepare(batch(photos(3)), 0))
+    loss.backward()
+    assert [name for name, p in net.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
 # transformers ---------------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,8 @@ class PredictPatches(MaskedViT):
     def __init__(self, model: ViT, config: Config, rank: int = 0) -> None:
         assert config.objective != "classify"
         super().__init__(model, config.objective, config.masked)
+        if model.pool is not None:  # nothing is pooled, and DDP needs a gradient for every trained parameter
+            model.pool.requires_grad_(False)
         self.seed, self.rank = config.seed, rank
         self.initialise(torch.Generator().manual_seed(config.seed))
 
