@@ -3,19 +3,31 @@
 import errno
 import os
 import platform
-import resource
 import shutil
 import signal
+import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import small_runs as runs
 import torch
-from small_runs import Child, before_step, error_of, hash_parts, litter, outcome, run_command, stalled, status
+from small_runs import (
+    Child,
+    before_step,
+    error_of,
+    hash_parts,
+    litter,
+    outcome,
+    run_command,
+    stalled,
+    status,
+    without_figures,
+)
 from tiny import mostly_slow
 from torch import Tensor
 
@@ -272,21 +284,18 @@ def test_a_signal_after_the_last_step_ends_a_run_that_is_not_done(
     assert finish(recipe, out) == undisturbed
 
 
-def close_stderr(out: Path, terminal: bool) -> None:
-    """In a child: a run whose standard error is closed by its reader before step 3."""
-    runs.prepare_child(out)
-    mine, theirs = os.openpty() if terminal else os.pipe()
-    os.dup2(theirs, 2)
-    os.close(theirs)
-    before_step(pytest.MonkeyPatch(), 3, lambda _: os.close(mine))
-    fit(runs.config(evaluations=6), out)
-
-
-@pytest.mark.parametrize("terminal", mostly_slow([False, True], 2))
-def test_a_run_continues_when_nobody_reads_its_output(tmp_path: Path, terminal: bool) -> None:
-    child = Child(close_stderr, tmp_path / "run", terminal, log=tmp_path / "log")
-    assert child.wait() == 0, child.said
-    assert status(tmp_path / "run")["state"] == "done"
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_continues_when_nobody_reads_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    reader, writer = os.openpty() if terminal else os.pipe()
+    stderr = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    before_step(monkeypatch, 3, lambda _: os.close(reader))
+    fit(runs.config(evaluations=6), tmp_path)
+    assert status(tmp_path)["state"] == "done"
+    with suppress(OSError):
+        stderr.close()
 
 
 def test_a_second_run_in_the_same_folder_is_an_error(tmp_path: Path, recipe: str, capsys: Capture) -> None:
@@ -301,29 +310,24 @@ def test_a_second_run_in_the_same_folder_is_an_error(tmp_path: Path, recipe: str
 # The disk -------------------------------------------------------------------------------------------------------------
 
 
-def limit_files(words: tuple[str, ...], out: Path, size: int, step: int) -> None:
-    """In a child: from that step on no file of this process may grow larger."""
-
-    def limit(run: Training) -> None:
-        run.checkpoints.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-    before_step(pytest.MonkeyPatch(), step, limit)
-    runs.command(words, out)
-
-
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_5(
-    tmp_path: Path, undisturbed: dict[str, Any], recipe: str
+    tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, recipe: str, capsys: Capture
 ) -> None:
     out = tmp_path / "run"
-    child = Child(limit_files, ("train", recipe), out, 30_000, 7, log=tmp_path / "log")
-    assert child.wait() == 5, child.said
-    last = child.said.splitlines()[-1]
-    assert last.startswith("plainvit: cannot save the checkpoint of step 8")
-    assert str(out) in last
-    assert "Traceback" not in child.said
+
+    def fill_disk(run: Training) -> None:
+        run.checkpoints.wait()
+        monkeypatch.setattr(safetensors.torch, "save_file", runs.fail(OSError(errno.ENOSPC, "No space left")))
+
+    with monkeypatch.context() as patch:
+        before_step(patch, 7, fill_disk)
+        line = error_of(capsys, "train", recipe, "--out", out, code=5)
+    assert "step 8" in line
+    assert str(out) in line
     assert (status(out)["state"], status(out)["exit_code"]) == ("failed", 5)
     assert newest(out)[1]["step"] == 6
+    monkeypatch.undo()
+    without_figures(monkeypatch)
     assert finish(recipe, out) == undisturbed
 
 
