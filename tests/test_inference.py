@@ -28,7 +28,7 @@ from plainvit.models import ViT
 from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.folder import Folder
 from plainvit.train import setup
-from plainvit.train.finalize import choose_final_model
+from plainvit.train.finalize import make_trained_model
 from plainvit.train.guards import DivergedError
 from plainvit.train.masked import PredictPatches, evaluate_masked
 from plainvit.train.run import fit
@@ -181,13 +181,13 @@ def test_final_weights_with_non_finite_outputs_are_a_diverged_run(
     runs.without_figures(monkeypatch)
 
     def explode(run: Any) -> Any:
-        model = choose_final_model(run)
+        model = make_trained_model(run)
         for name, parameter in model.named_parameters():
             if name.startswith("head"):
                 parameter.data.fill_(3e38)
         return model
 
-    monkeypatch.setattr("plainvit.train.finalize.choose_final_model", explode)
+    monkeypatch.setattr("plainvit.train.finalize.make_trained_model", explode)
     with pytest.raises(DivergedError):
         fit(runs.config(steps=2), tmp_path, quiet=True)
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("diverged", 4)

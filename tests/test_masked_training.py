@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import small_runs as runs
 import torch
-from small_runs import complete_run, error_of, stopped_run
+from small_runs import complete_run, error_of, losses, stopped_run
 from tiny import mostly_slow
 
 import plainvit
@@ -75,10 +75,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Pa
     stopped_run(run_config, out, 8)
     assert complete_run(run_config, out) == complete_run(run_config, tmp_path / "whole")
     assert replay(out, step=10)["loss"] == pytest.approx(losses(out)[9], rel=1e-6)
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in metrics(out) if "loss" in line]
 
 
 @quick

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pictures import plant_classes
+from small_runs import losses
 
 import plainvit
 from plainvit.commands.runs import describe_results
@@ -44,10 +45,6 @@ def tiny(**settings: Any) -> Config:
     plain: dict[str, Any] = {"augment": Augment(crop="none"), "optim": Optim(lr=1e-3), "workers": 0, "evaluations": 2}
     plain |= {"model": TINY, "data": SHAPES, "batch": 12, "steps": 6, "holdout": 0.2}
     return Config(**plain | settings)
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in metrics(folder) if "loss" in line]
 
 
 # recipes --------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def finalize(
 
 def choose_model(run: Training, first: dict[str, Any] | None) -> tuple[ViT | ResNet, dict[str, Any]]:
     """The trained model, or the first model if that is at least as good on held-out images; and both results."""
-    trained = choose_final_model(run)
+    trained = make_trained_model(run)
     if first is None or "top1" not in first or not run.validation:
         return trained, {}
     compared: dict[str, Any] = {"first": {key: first.get(key) for key in ("top1", "images", "seconds")}}
@@ -126,7 +126,7 @@ def open_evaluation_set(config: Config, source: Source, world: World, *, keep: b
     return Prepared(source, config.model.image_size, config.preprocess, **options)
 
 
-def choose_final_model(run: Training) -> ViT | ResNet:
+def make_trained_model(run: Training) -> ViT | ResNet:
     """The last weights, or with --patience those of the best validation; averaged with --ema."""
     best = run.progress.best_step
     if run.config.patience and best is not None and best != run.progress.step:
