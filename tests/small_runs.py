@@ -176,6 +176,10 @@ def timeless(out: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in TIMING} for line in metrics(out)]
 
 
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in metrics(out) if "loss" in line]
+
+
 def status(out: Path) -> dict[str, Any]:
     return json.loads((out / "status.json").read_text())
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import small_runs
 import torch
-from small_runs import status
+from small_runs import losses, status
 from torch import Tensor
 
 import plainvit
@@ -57,10 +57,6 @@ def command(folder: Path, *flags: str, steps: int = 12, save: int = 0) -> list[s
     recipe = folder.parent / f"recipe_{steps}_{save}.py"
     recipe.write_text(RECIPE.replace("STEPS", str(steps)).replace("SAVE", str(save)))
     return [sys.executable, "-m", "plainvit", "train", f"{recipe}:recipe", "--out", str(folder), *flags]
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in metrics(folder) if "loss" in line]
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import plainvit
-from plainvit import cli
-from plainvit.config import Augment, Config, Optim, ViTConfig
+from plainvit.config import Config, ViTConfig
 from plainvit.data.generated import digits
 from plainvit.models import ViT, build
 from plainvit.models.fast import accelerate, fp8, inference
@@ -37,7 +36,6 @@ from plainvit.models.fast.inference import FP8, PLAIN, InferenceModel
 from plainvit.models.vit import ACTIVATIONS
 from plainvit.names import configure
 from plainvit.runtime.distributed import World
-from plainvit.train.run import fit
 from plainvit.train.setup import check_fp8
 
 CPU = torch.device("cpu")
@@ -259,30 +257,20 @@ def test_inaccurate_fp8_choice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> N
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def test_run_on_a_cpu_exits_2_and_writes_nothing(tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "run"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "digits", "--precision", "fp8", "--device", "cpu", "--out", str(out)])
-    assert ended.value.code == 2
-    message = capsys.readouterr().err.strip()
-    assert "--precision" in message
-    assert "\n" not in message
-    assert not (out / "config.json").exists()
+def test_run_on_a_cpu_exits_2_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("train", "digits", "--precision", "fp8", "--device", "cpu", "--out", tmp_path / "run")
+    assert "--precision" in runs.error_of(capsys, *words)
+    assert not (tmp_path / "run/config.json").exists()
 
 
-UNSUPPORTED: dict[str, tuple[dict[str, Any], World]] = {
-    "ResNet": ({"model": configure("BiT-R26x1")}, World(device="cuda")),
-    "fsdp": ({"parallel": "fsdp"}, World(0, 2, "cuda")),
-}
-
-
-@pytest.mark.parametrize("word", UNSUPPORTED)
-def test_unsupported_configs_are_errors(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_configs_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plainvit.models.fast.fp8.explain_unsupported", lambda _: "")  # as on a GPU that supports it
-    changes, world = UNSUPPORTED[word]
-    with pytest.raises(ValueError, match=f"{word}.*--precision"):
-        check_fp8(Config(**{"model": MODEL, "precision": "fp8"} | changes), world)
-    check_fp8(Config(model=MODEL, precision="fp8"), World(device="cuda"))
+    config = Config(model=MODEL, precision="fp8")
+    check_fp8(config, World(device="cuda"))
+    with pytest.raises(ValueError, match="--precision"):
+        check_fp8(config.replace(model=configure("BiT-R26x1")), World(device="cuda"))
+    with pytest.raises(ValueError, match="--precision"):
+        check_fp8(config.replace(parallel="fsdp"), World(0, 2, "cuda"))
 
 
 def test_the_explanation_names_old_gpus_and_failing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,14 +319,6 @@ def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None
 
 
 @tiny.on_gpu((8, 9))
-def test_gpu_quantization_equals_cpu() -> None:
-    x = draw(64, 768, spread=2.0)
-    (found, scale), (right, expected) = quantize(x.cuda()), quantize(x)
-    torch.testing.assert_close(scale.cpu(), expected, rtol=1e-6, atol=0)  # a GPU divides by 448 by multiplying
-    assert (found.cpu().float() == right.float()).float().mean() > 0.999
-
-
-@tiny.on_gpu((8, 9))
 @pytest.mark.parametrize("fast_path", [False, True])
 def test_gpu_compiles_without_graph_breaks(fast_path: bool) -> None:
     torch.manual_seed(0)
@@ -357,31 +337,6 @@ def test_gpu_compiles_without_graph_breaks(fast_path: bool) -> None:
         found.append((logits.detach().float(), torch.cat([p.grad.flatten() for p in model.parameters()])))  # pyright: ignore
     for eager, compiled in zip(*found, strict=True):  # which rounds to bf16 less often: some numbers fall otherwise
         assert relative_error(compiled, eager.double()) < 0.15
-
-
-@tiny.on_gpu((8, 9))
-def test_gpu_losses_of_30_steps_follow_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the whole of fit, on textured shapes; the same seed, so the same batches."""
-    runs.without_figures(monkeypatch)
-    means: dict[str, float] = {}
-    for precision in ("bf16", "fp8"):
-        config = Config(
-            model=configure("ViT-B/16", classes=10),  # pyright: ignore
-            data="shapes:size=224,count=256,classes=10",
-            steps=30,
-            batch=64,
-            optim=Optim(lr=1e-4, warmup=5),
-            augment=Augment(crop="none", flip=0.0),
-            evaluations=1,
-            device="cuda",
-            precision=precision,  # pyright: ignore
-        )
-        fit(config, tmp_path / precision, quiet=True, bare=True)
-        losses = [line["loss"] for line in runs.metrics(tmp_path / precision) if "loss" in line]
-        assert len(losses) == 30
-        assert np.isfinite(losses).all()
-        means[precision] = float(np.mean(losses))
-    assert means["fp8"] == pytest.approx(means["bf16"], rel=0.02)
 
 
 @tiny.on_gpu((8, 9))

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from torch import nn
 
 import plainvit
 from plainvit import Predictor
@@ -33,7 +32,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_compiler_the_plain_model_runs(kind: str) -> None:
     pool = {"pool": "average"} if kind == "average" else {}
     model: Any = tiny.bit(torch.float32) if kind == "ResNet" else tiny.vit(torch.float32, **pool)
-    images = nn.functional.interpolate(tiny.images(dtype=torch.float32), model.config.image_size)
+    model.config = model.config.replace(image_size=(24, 40))  # on which choices are measured
+    images = tiny.images(dtype=torch.float32)
     with torch.no_grad():
         logits, features = model(images), model.features(images)
     fast = InferenceModel(model)
@@ -63,6 +63,15 @@ def test_fastest_accurate_choice_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(inference, "time_calls", timed)
     assert measure(tiny.vit().config, 2, CPU) == right
     assert seen == [PLAIN, right]
+
+
+def test_choices_are_measured_outside_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise fp32 would be timed, and compared, in bf16."""
+    seen: list[bool] = []
+    monkeypatch.setattr(inference, "measure", lambda *_: seen.append(torch.is_autocast_enabled("cpu")) or PLAIN)
+    with torch.autocast("cpu", torch.bfloat16):
+        InferenceModel(tiny.vit(torch.float32))(tiny.images(dtype=torch.float32))
+    assert seen == [False]
 
 
 def test_inference_model_cannot_be_trained() -> None:

@@ -10,7 +10,7 @@ import pytest
 import small_runs as runs
 import tiny
 import torch
-from small_runs import before_step, stopped_run
+from small_runs import before_step, losses, stopped_run
 
 from plainvit.config import Config, Optim
 from plainvit.data.loader import Batch
@@ -38,10 +38,6 @@ def on_gpu(name: Any, **changes: Any) -> Config:
 def state(out: Path) -> dict[str, str]:
     tensors, _ = Checkpoints(out / "checkpoints", 1).newest() or ({}, {})
     return {name: tensor_hash({name: tensor}) for name, tensor in tensors.items()}
-
-
-def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in runs.metrics(out) if "loss" in line]
 
 
 @pytest.mark.parametrize(

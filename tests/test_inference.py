@@ -1,7 +1,8 @@
 """Evaluation restores the mode of the model, also after an exception, and reports NaN and Inf outputs as errors."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,7 @@ import small_runs as runs
 import tiny
 import torch
 from pictures import encode, plant
-from small_runs import metrics, status
+from small_runs import StoppedError, metrics, status
 from torch import Tensor, nn
 
 from plainvit.analyse import attention, explorer
@@ -27,9 +28,9 @@ from plainvit.models import ViT
 from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.folder import Folder
 from plainvit.train import setup
-from plainvit.train.finalize import choose_final_model
+from plainvit.train.finalize import make_trained_model
 from plainvit.train.guards import DivergedError
-from plainvit.train.masked import evaluate_masked
+from plainvit.train.masked import PredictPatches, evaluate_masked
 from plainvit.train.run import fit
 from plainvit.train.setup import build_training
 from plainvit.train.state import averaged_weights
@@ -85,13 +86,6 @@ NAMED: dict[str, Callable[[ViT, Path], object]] = {
     "classify": score_folder,
     "Predictor": call_predictor,
     "extract": extract_features,
-}
-LOOKED_AT: dict[str, Callable[[ViT, Tensor], object]] = {
-    "distance": attention.attention_distance,
-    "rollout": attention.rollout,
-    "looks": attention.attention_maps,
-    "relevance": attention.relevance,
-    "views": lambda model, images: explorer.compute_views(model, images[0], explorer.plan_explorer(model, 1)),
 }
 ALL = tuple(range(IMAGES))
 
@@ -187,91 +181,64 @@ def test_final_weights_with_non_finite_outputs_are_a_diverged_run(
     runs.without_figures(monkeypatch)
 
     def explode(run: Any) -> Any:
-        model = choose_final_model(run)
+        model = make_trained_model(run)
         for name, parameter in model.named_parameters():
             if name.startswith("head"):
                 parameter.data.fill_(3e38)
         return model
 
-    monkeypatch.setattr("plainvit.train.finalize.choose_final_model", explode)
+    monkeypatch.setattr("plainvit.train.finalize.make_trained_model", explode)
     with pytest.raises(DivergedError):
         fit(runs.config(steps=2), tmp_path, quiet=True)
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("diverged", 4)
     assert not (tmp_path / "results.json").exists()
 
 
-# The mode of the caller's model ---------------------------------------------------------------------------------------
-
-
-def modes(model: nn.Module) -> list[bool]:
-    return [module.training for module in model.modules()]
-
-
-def mixed_modes(model: nn.Module) -> list[bool]:
-    """Training, with one part that is frozen in evaluation mode."""
-    model.train()
-    next(iter(model.children())).eval()
-    return modes(model)
-
-
-class Planted(Exception):
-    """Raised in the middle of a forward pass."""
-
-
-def plant_failure(module: nn.Module) -> list[bool]:
-    """Fails when the module is called; the mode that it is in then."""
-    seen: list[bool] = []
-
-    def fail(module: nn.Module, _: object) -> None:
-        seen.append(module.training)
-        raise Planted
-
-    module.register_forward_pre_hook(fail)
-    return seen
-
-
-@pytest.mark.parametrize("name", LOOKED_AT)
-def test_an_analysis_restores_the_mode_of_its_model(name: str) -> None:
-    model, images = make_model(), stack_images()
-    before = mixed_modes(model)
-    LOOKED_AT[name](model, images)
-    assert modes(model) == before
-    seen = plant_failure(model.blocks[1])
-    with pytest.raises(Planted):
-        LOOKED_AT[name](model, images)
-    assert modes(model) == before
-    assert seen == [False]
-
-
-def test_classify_restores_the_mode_if_it_raises() -> None:
-    model = tiny.vit(torch.float32, depth=1, classes=10, image_size=(8, 8))
-    predictor = Predictor(model, device="cpu")
-    prepared = Prepared(open_source("digits", "test"), (8, 8), Preprocess())
-    before = mixed_modes(model)
-    classify(predictor, prepared)
-    assert modes(model) == before
-    seen = plant_failure(model.norm)
-    with pytest.raises(Planted):
-        classify(predictor, prepared)
-    assert modes(model) == before
-    assert seen == [False]
-
-
-@pytest.fixture
-def masked_run(tmp_path: Path) -> Iterator[Any]:
-    config = runs.config(
-        objective="mae", ema=0.0, masked=Masked(depth=1, width=16, heads=2), augment=Augment(crop="none")
-    )
+def test_a_non_finite_loss_of_hidden_patches_is_an_error(tmp_path: Path) -> None:
+    masked = {"objective": "mae", "ema": 0.0, "masked": Masked(depth=1, width=16, heads=2)}
+    config = runs.config(augment=Augment(crop="none"), **masked)
     splits = open_splits(config)
     with Folder(tmp_path / "run") as folder:
-        yield build_training(resolve(config, splits), splits, folder, quiet=True)
-
-
-def test_a_non_finite_loss_of_hidden_patches_is_an_error(masked_run: Any) -> None:
-    run = masked_run
+        run = build_training(resolve(config, splits), splits, folder, quiet=True)
     run.objective.model.norm.bias.data.fill_(float("nan"))
+    assert isinstance(run.objective, PredictPatches)
+    assert run.validation
     with pytest.raises(NonFiniteError):
         evaluate_masked(run.objective, run.validation, run.cast)
+
+
+# The mode of the caller's model ---------------------------------------------------------------------------------------
+
+EVALUATED: dict[str, Callable[[ViT, Tensor], object]] = {
+    "classify": lambda model, _: classify(
+        Predictor(model, device="cpu"), Prepared(open_source("shapes:count=2,classes=2", "test"), SIZE, Preprocess())
+    ),
+    "distance": attention.attention_distance,
+    "rollout": attention.rollout,
+    "maps": attention.attention_maps,
+    "relevance": attention.relevance,
+    "views": lambda model, images: explorer.views(model, images[0], explorer.plan_explorer(model, 1)),
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", EVALUATED)
+def test_evaluation_restores_the_mode_of_every_module(name: str, fails: bool) -> None:
+    """Also if it raises; parts of a model may be in different modes."""
+    model, seen = tiny.vit(torch.float32, depth=2, classes=2).train(), []
+    model.embedding.eval()
+
+    def look(module: nn.Module, _: object) -> None:
+        seen.append(module.training)
+        if fails:
+            raise StoppedError
+
+    model.blocks[1].register_forward_pre_hook(look)
+    before = [module.training for module in model.modules()]
+    with pytest.raises(StoppedError) if fails else nullcontext():
+        EVALUATED[name](model, stack_images())
+    assert [module.training for module in model.modules()] == before
+    assert set(seen) == {False}
 
 
 # Other state of the process or of the model ---------------------------------------------------------------------------

@@ -36,7 +36,8 @@ def follows(x: Tensor, expected: Any) -> bool:
     low, high = expected.support()
     slack = 1 + 1e-6  # fp32
     inside = values.min() >= low * slack and values.max() <= high * slack
-    return bool(inside and stats.kstest(values, expected.cdf).pvalue > SURE and moments(values, expected))
+    some = values[:: len(values) // 50_000 + 1]  # enough for the shape: the test sorts them
+    return bool(inside and stats.kstest(some, expected.cdf).pvalue > SURE and moments(values, expected))
 
 
 def moments(values: np.ndarray, expected: Any) -> bool:

@@ -384,9 +384,10 @@ def test_a_named_model_takes_the_image_size_of_either_flag(size: str, capsys: py
 
 def test_a_recipe_takes_another_image_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_json("digits --image-size 16 --on h200", capsys)["tokens"] == 64
-    config = recipe("digits")
-    with pytest.raises(ValueError, match="--image-size 16"):
-        resolve(config.replace(image_size=16), open_splits(config))
+    config = recipe("digits").replace(image_size=16)
+    model = resolve(config, open_splits(config)).model
+    assert model
+    assert model.image_size == (16, 16)
 
 
 def test_a_search_is_planned_as_one_run_per_rate_and_the_final_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,14 +172,6 @@ def test_sincos_positions_are_computed_for_the_new_grid() -> None:
     assert np.abs(table.numpy() - reference.sincos2d(5, 4, 48)).max() < EXACT
 
 
-def test_resize_without_positions() -> None:
-    """Average pooling of a tiled image: twice the patches, the same bag, so the same logits."""
-    model = tiny.vit(posemb="none", pool="average", class_token=False)
-    images = tiny.images()
-    tiled = torch.cat((images, images), 2)
-    assert tiny.difference(resize(model, (48, 40))(tiled), model(images)) < EXACT
-
-
 def test_relative_positions_keep_their_grid() -> None:
     model = tiny.vit(posemb="relative")
     same_grid = resize(model, (48, 80), patch=16)

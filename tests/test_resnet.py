@@ -2,12 +2,10 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import reference
 import tiny
 import torch
-import torch.nn.functional as F
 from peers import from_timm, from_timm_resnet, scramble
 from timm.layers import HybridEmbed, StdConv2d
 from timm.models.resnetv2 import ResNetV2
@@ -16,7 +14,6 @@ from timm.models.vision_transformer_hybrid import _resnetv2
 
 from plainvit import Trace
 from plainvit.models import build
-from plainvit.models.resnet import pad_same
 from plainvit.names import configure
 
 EXACT = 1e-10
@@ -83,29 +80,6 @@ def test_bit_equals_numpy(size: tuple[int, int]) -> None:
         assert tiny.difference(model(images), torch.from_numpy(logits)) < EXACT
 
 
-def test_numerics_are_different_functions() -> None:
-    """Google's and timm's numbers differ by more than these tests' tolerance, and by no more than epsilons do."""
-    images = tiny.images(size=(48, 80))
-    for make in (tiny.hybrid, tiny.bit):
-        google, other = make(numerics="google"), make(numerics="timm")
-        other.load_state_dict(google.state_dict())
-        with torch.inference_mode():
-            assert 10 * EXACT < (google(images) - other(images)).abs().max() < 0.1
-
-
-@pytest.mark.parametrize("kernel", [1, 3, 7])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("size", [(8, 8), (7, 10), (1, 2)])
-def test_same_padding_counts(kernel: int, stride: int, size: tuple[int, int]) -> None:
-    """ceil(size / stride) outputs; a kernel that only copies its centre shows where the zeros went."""
-    x = tiny.images(size=size)
-    padded = pad_same(x, kernel, stride)
-    pads = reference.same_pads(x.numpy(), kernel, stride)
-    assert np.array_equal(padded.numpy(), np.pad(x.numpy(), ((0, 0), (0, 0), *pads)))
-    outputs = F.max_pool2d(padded, kernel, stride).shape[2:]
-    assert tuple(outputs) == tuple(-(-side // stride) for side in size)
-
-
 def test_bit_max_pool_pads_with_zeros() -> None:
     """Pre-norm values may be negative; the border's maximum is then the padding's zero, not the values'."""
     model, trace = tiny.bit(), Trace("root")
@@ -124,11 +98,6 @@ STEMS = {  # name: units per stage, feature map at 224 px and its channels, grid
     "R+ViT-Ti/16": ((), (56, 56), 64, (7, 7)),
     "R50x1+ViT-B/32": ((3, 4, 6, 3), (7, 7), 2048, (7, 7)),
     "R50x1+ViT-L/16": ((3, 4, 9), (14, 14), 1024, (14, 14)),
-}
-BITS = {  # name: units per stage, widening; test_config compares the others with timm
-    "BiT-R50x2": ((3, 4, 6, 3), 2),
-    "BiT-R152x1": ((3, 8, 36, 3), 1),
-    "BiT-R200x3": ((3, 24, 36, 3), 3),
 }
 
 
@@ -161,18 +130,6 @@ def test_structure_of_hybrids(name: str) -> None:
     assert last.shape == (1, channels, *size)
     assert model.config.grid == grid
     assert trace["patches"].shape[1] == grid[0] * grid[1]
-
-
-@pytest.mark.parametrize("name", tiny.mostly_slow(BITS, 3))
-def test_structure_of_resnets(name: str) -> None:
-    units, widen = BITS[name]
-    model, trace = trace_shapes(name)
-    assert tuple(map(len, model.body.stages)) == units
-    assert strides(model.body.stages) == [[s] + [1] * (n - 1) for s, n in zip((1, 2, 2, 2), units, strict=True)]
-    for stage, side in enumerate((56, 28, 14, 7)):
-        assert trace[f"stage{stage + 1}"].shape == (1, 256 * widen * 2**stage, side, side)
-    projections = [[unit.projection is not None for unit in stage] for stage in model.body.stages]
-    assert projections == [[True] + [False] * (count - 1) for count in units]
 
 
 def test_replace_head_attaches_one_layer_of_zeros() -> None:

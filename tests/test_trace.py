@@ -118,13 +118,6 @@ def test_attention_weights_of_a_bf16_pass_are_fp32(autocast: bool) -> None:
     assert tiny.difference(trace["block0/attention"].double(), exact) < 1e-5
 
 
-def test_axial_attention_is_per_row_and_per_column() -> None:
-    model, trace = tiny.vit(torch.float32, **AXIAL), Trace("block*/attention")
-    model(images_for(model), trace)
-    assert trace["block0/attention"].shape == (2 * 3, 4, 5, 5)
-    assert trace["block1/attention"].shape == (2 * 5, 4, 3, 3)
-
-
 @pytest.mark.parametrize("heads", [[0], [3, 1], (2,), range(1, 3)])
 @pytest.mark.parametrize("posemb", ["1d", "relative"])
 def test_heads_can_be_chosen(heads: Any, posemb: str) -> None:

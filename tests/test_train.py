@@ -12,18 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pictures import plant_classes
+from small_runs import losses
 
 import plainvit
 from plainvit.commands.runs import describe_results
-from plainvit.config import About, Augment, Config, Optim, Preprocess, ResNetConfig, ViTConfig, count_steps
+from plainvit.config import About, Augment, Config, Optim, ResNetConfig, ViTConfig, count_steps
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Shapes
 from plainvit.data.loader import Loader
-from plainvit.data.mix import soft_labels
 from plainvit.data.sources import open_source
 from plainvit.data.splits import find_data_problems, open_splits
-from plainvit.evaluate.classify import Prepared, classify
-from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
 from plainvit.names import configure
 from plainvit.recipes import list_recipes, recipe
@@ -47,10 +45,6 @@ def tiny(**settings: Any) -> Config:
     plain: dict[str, Any] = {"augment": Augment(crop="none"), "optim": Optim(lr=1e-3), "workers": 0, "evaluations": 2}
     plain |= {"model": TINY, "data": SHAPES, "batch": 12, "steps": 6, "holdout": 0.2}
     return Config(**plain | settings)
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in metrics(folder) if "loss" in line]
 
 
 # recipes --------------------------------------------------------------------------------------------------------------
@@ -340,6 +334,15 @@ def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path
         assert torch.equal(done.model.state_dict()[name], tensor) == (not name.startswith("head")), name
 
 
+@pytest.mark.parametrize("has_init", [False, True])
+def test_image_size_also_changes_a_model_that_is_given(tmp_path: Path, has_init: bool) -> None:
+    init = str(plainvit.save(build(TINY.replace(classes=3)), tmp_path / "w.safetensors")) if has_init else ""
+    config = tiny(init=init, image_size=32)
+    model = resolve(config, open_splits(config)).model
+    assert model
+    assert model.image_size == (32, 32)
+
+
 def test_head_bias_starts_the_new_head(tmp_path: Path) -> None:
     config = tiny(loss="sigmoid", head_bias=-4.0, optim=Optim(lr=1e-12), steps=1)
     done = fit(config, tmp_path, quiet=True)
@@ -367,30 +370,6 @@ def test_a_teacher_needs_the_classes_in_the_same_order(tmp_path: Path) -> None:
     plainvit.save(teacher, tmp_path / "t.safetensors")
     with pytest.raises(DataError, match="triangle"):
         fit(config, tmp_path / "other", quiet=True)
-
-
-def test_classify_scores_every_image_once() -> None:
-    source = open_source("digits", "test")
-    model = build(TINY.replace(image_size=(8, 8), classes=10)).eval()
-    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
-    prepared = Prepared(source, (8, 8), Preprocess(), batch=100)
-    result = classify(Predictor(model, device="cpu"), prepared)
-    assert sorted(result.index) == list(range(360))
-    with torch.no_grad():
-        logits = model(torch.stack([torch.from_numpy(source.image(i)).permute(2, 0, 1) for i in range(360)]))
-    p = F.softmax(logits, -1)
-    assert result.top1 == pytest.approx(float((logits.argmax(-1).numpy() == source.labels).mean()))
-    top5 = logits.topk(5).indices.numpy()
-    assert result.top5 == pytest.approx(float((top5 == source.labels[:, None]).any(1).mean()))
-    np.testing.assert_allclose(result.probabilities, p.max(-1).values.numpy(), rtol=1e-5)
-    labels = soft_labels(torch.from_numpy(source.labels).long(), 10)
-    np.testing.assert_allclose(result.nll, -(p.log() * labels).sum(-1).numpy(), rtol=1e-4, atol=1e-6)
-    low, high = result.interval
-    assert low < result.top1 < high
-    from scipy.stats import binomtest
-
-    wilson = binomtest(round(result.top1 * 360), 360).proportion_ci(method="wilson")
-    assert (low, high) == pytest.approx((wilson.low, wilson.high), rel=1e-9)
 
 
 def test_images_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

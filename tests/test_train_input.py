@@ -428,7 +428,6 @@ PLANTED: list[tuple[str, str]] = [
     ("--optim.name sgd --optim.lr 0.01", "L2 in the gradient"),
     ("--optim.weight-decay 1e-4", "has little effect"),
     ("--optim.clip 0", "not clipped"),
-    ("--augment.flip 0.5", "mirrored"),
     ("--batch 4096", "more than the 1371"),
     ("--devices 3", "not divisible by the 3 processes"),
     ("--holdout 0", "no images are held out"),

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from small_runs import Child, StoppedError, before_step, complete_run, litter, outcome, stalled, status, stopped_run
 
 from plainvit.analyse.curves import tabulate
-from plainvit.config import Augment, Optim
+from plainvit.config import Augment, Config, Optim
 from plainvit.data.resident import ResidentMemoryError
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
 from plainvit.runtime.distributed import World
@@ -30,6 +30,7 @@ from plainvit.train.guards import InterruptedRunError
 from plainvit.train.run import fit
 from plainvit.train.state import Training
 from plainvit.train.time_budget import TimeBudget
+from plainvit.train.transfer import hash_init
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 
@@ -74,7 +75,7 @@ def test_a_killed_command_repeated_ends_as_the_run_from_python(
     recipe, out = runs.recipe_file(tmp_path, runs.config()), tmp_path / "run"
     child = Child(runs.command, ("train", recipe), out, "recorded:8", log=tmp_path / "log")
     with stalled(child, out):
-        pass
+        child.wait_for((out / "checkpoints/step-00000006").exists)  # written by a thread
     _, state = Checkpoints(out / "checkpoints", 1).read(6)
     assert runs.run_command("train", recipe, "--out", out) == 0
     assert str(out / "report.html") in capsys.readouterr().out
@@ -144,6 +145,24 @@ def test_a_search_resumes(tmp_path: Path) -> None:
         assert outcome(tmp_path / "run" / inner) == outcome(tmp_path / "whole" / inner)
 
 
+def test_force_resumes_a_search_with_other_settings(tmp_path: Path) -> None:
+    run_config = runs.config(steps=6, evaluations=2, optim=Optim(grid=(1e-4, 1e-2)))
+    stopped_run(run_config, tmp_path, 4, search=True)
+    changed = run_config.replace(patience=5)
+    with pytest.raises(ValueError, match="--force"):
+        fit(changed, tmp_path, search=True, quiet=True)
+    assert fit(changed, tmp_path, search=True, force=True, quiet=True).numbers["steps"] == 6
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_changed_initial_weights_are_noticed(tmp_path: Path, name: str) -> None:
+    """Of a folder in each format that `load` reads."""
+    (tmp_path / name).write_bytes(b"one")
+    first = hash_init(Config(init=str(tmp_path)))
+    (tmp_path / name).write_bytes(b"two")
+    assert hash_init(Config(init=str(tmp_path))) != first
+
+
 def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     first = fit(runs.config(), tmp_path, quiet=True)
     files = [*tmp_path.glob("checkpoints/*/*"), *(tmp_path / name for name in ("metrics.jsonl", "results.json"))]
@@ -161,24 +180,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("lost", [("report.html", "model.safetensors"), ("results.json",)])
-def test_a_finished_run_writes_lost_files_again(
-    finished: Path, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[str, ...]
+@pytest.mark.parametrize("lost", ["report.html", "results.json", "model.safetensors"])
+def test_a_finished_run_writes_lost_or_damaged_files_again(
+    finished: Path, tmp_path: Path, undisturbed: dict[str, Any], lost: str
 ) -> None:
     out = Path(shutil.copytree(finished, tmp_path / "run"))
-    for name in lost:
-        (out / name).unlink()
+    if lost == "model.safetensors":
+        flip_one_bit(out / lost)
+    else:
+        (out / lost).unlink()
     assert complete_run(runs.config(), out) == undisturbed
-    assert all((out / name).is_file() for name in lost)
-
-
-def test_a_finished_run_writes_damaged_weights_again(finished: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(finished, tmp_path / "run"))
-    weights = out / "model.safetensors"
-    valid = weights.read_bytes()
-    weights.write_bytes(valid[: len(valid) // 2] + bytes(256) + valid[len(valid) // 2 + 256 :])
-    fit(runs.config(), out, quiet=True)
-    assert weights.read_bytes() == valid
+    assert (out / lost).is_file()
 
 
 def test_the_report_of_an_interruption_is_replaced_by_the_final_one(
@@ -429,20 +441,6 @@ def test_with_patience_the_best_weights_are_final(tmp_path: Path, monkeypatch: p
     for name, tensor in final.items():
         assert torch.equal(tensor, tensors[prefix + name])
     assert result.numbers["chosen_on_val"] is True
-
-
-def test_patience_that_ran_out_before_a_kill_is_not_forgotten(tmp_path: Path) -> None:
-    """Stopped while it wrote the best weights of a run that had given up."""
-    run_config, out = runs.config(steps=60, evaluations=30, patience=2, optim=Optim(lr=1e-9)), tmp_path / "run"
-    expected = complete_run(run_config, tmp_path / "whole")
-    ended = status(tmp_path / "whole")["step"]
-    assert ended < 60
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finalize, "save", runs.fail())
-        with pytest.raises(StoppedError):
-            fit(run_config, out, quiet=True)
-    assert complete_run(run_config, out) == expected
-    assert status(out)["step"] == ended
 
 
 # Images in memory or from disk ----------------------------------------------------------------------------------------

@@ -158,9 +158,10 @@ class ResNet(nn.Module):
         """The pooled representation [B, C]; or the feature maps after the chosen stages (0 is the first)."""
         if layers is None:
             return self.feature_map(images).mean((2, 3))
-        trace = Trace(*(f"stage{layer + 1}" for layer in number_layers(layers, len(self.body.stages))))
+        names = [f"stage{layer + 1}" for layer in number_layers(layers, len(self.body.stages))]
+        trace = Trace(*names)
         self.feature_map(images, trace)
-        return [trace[name] for name in trace.patterns]
+        return [trace[name] for name in names]
 
     def feature_map(self, images: Tensor, trace: Trace | None = None) -> Tensor:
         x = self.normalise.convert(images, self.body.root.weight)

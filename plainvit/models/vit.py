@@ -215,14 +215,10 @@ class ViT(nn.Module):
         """The representation [B, D]; or the tokens [B, N, D] after each of the chosen blocks (-1 is the last)."""
         if layers is None:
             return self.represent(self.encode(images))
-        chosen = number_layers(layers, len(self.blocks))
-        kept: dict[int, Tensor] = {}
-        x = self.embed(images)
-        for layer in range(max(chosen) + 1):
-            x = self.run_block(x, layer)
-            if layer in chosen:
-                kept[layer] = x
-        return [kept[layer] for layer in chosen]
+        names = [f"block{layer}/tokens" for layer in number_layers(layers, len(self.blocks))]
+        trace = Trace(*names)
+        self.encode(images, trace)
+        return [trace[name] for name in names]
 
     def encode(self, images: Tensor, trace: Trace | None = None) -> Tensor:
         """Tokens after the last block and, unless it comes after pooling, the final norm (the LN of eq. 4)."""

@@ -119,6 +119,7 @@ def check_data(config: Config) -> Iterator[Problem]:
 
 
 def check_optim(config: Config) -> Iterator[Problem]:
+    """Settings of the optimizer that often go wrong."""
     optim, is_scratch = config.optim, not config.init
     if optim.name != "sgd" and not optim.warmup and is_scratch:
         yield "a ViT trained from scratch without warm-up often diverges", "--optim.warmup 0.05"
@@ -133,8 +134,6 @@ def check_optim(config: Config) -> Iterator[Problem]:
         yield "gradients are not clipped", "--optim.clip 1 if it diverges"
     if optim.lr > 5e-3 and optim.name == "adamw":
         yield f"--optim.lr {optim.lr:g} is high for AdamW", "--optim.lr 1e-3"
-    if config.augment.flip and config.data.partition(":")[0] == "digits":
-        yield "mirrored digits are not digits", "--augment.flip 0"
 
 
 def check_tokens(model: ViTConfig, *, has_weights: bool) -> Iterator[Problem]:
@@ -152,35 +151,31 @@ def check_tokens(model: ViTConfig, *, has_weights: bool) -> Iterator[Problem]:
         yield words, fix
     if tokens > MANY_TOKENS:
         yield f"{tokens} tokens: attention grows with their square", "a larger patch or smaller images"
-    if model.norm == "post" and model.depth > 6:
-        yield "a post-norm model of this depth is hard to train", "--model.norm pre"
 
 
 def check_weights(config: Config, implied: Any) -> Iterator[Problem]:
     model = config.model
     if model and (model.mean, model.std) != (implied.mean, implied.std):
         mean = " ".join(f"{value:g}" for value in implied.mean)
-        yield (
-            f"--model.mean and --model.std are not those of {config.init}",
-            f"remove them: the weights have mean {mean}",
-        )
+        yield f"--model.mean and --model.std are not those of {config.init}", f"remove them: the mean is {mean}"
     if config.optim.name == "adamw" and config.optim.lr > 3e-4:
         yield f"--optim.lr {config.optim.lr:g} may destroy pretrained features", "--optim.lr 5e-5"
-    if isinstance(implied, ViTConfig) and config.head == "zero" and "head*" in config.optim.frozen:
-        yield "the new head is all zeros and frozen", "remove head* from --optim.frozen, or use --head linear"
 
 
 def table(report: dict[str, Any]) -> RenderableType:
     """The report for the terminal."""
+    machine, versions = report["machine"], report["versions"]
+    rows = {
+        "cpu": machine["cpu"],
+        "gpu": "\n".join(machine["gpus"]) or "none",
+        "bf16 on the cpu": machine["bf16_on_cpu"],
+        "disk": f"{machine['disk_free_gib']:,} GiB free",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
     shown = Table(box=None, pad_edge=False, show_header=False)
     shown.add_column(style="bold")
-    shown.add_column()
-    machine = report["machine"]
-    shown.add_row("cpu", machine["cpu"])
-    shown.add_row("gpu", "\n".join(machine["gpus"]) or "none")
-    shown.add_row("bf16 on the cpu", machine["bf16_on_cpu"])
-    shown.add_row("disk", f"{machine['disk_free_gib']:,} GiB free")
-    shown.add_row("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items()))
+    for row in rows.items():
+        shown.add_row(*row)
     if "config" not in report:
         return shown
     if not report["risks"]:

@@ -3,9 +3,8 @@
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from plainvit.analyse.evaluation import choose_samples
 from plainvit.analyse.report import Sample, write_report
@@ -25,19 +24,11 @@ from plainvit.train.masked import PredictPatches, evaluate_masked
 from plainvit.train.state import Training, averaged_weights
 from plainvit.weights import load, save
 
-
-@dataclass
-class First:
-    """The model with a linear head from which training started (linear_head.py), and its results on held-out images."""
-
-    folder: Path
-    results: dict[str, Any]  # as in results.json, with seconds
-    FOLDER: ClassVar[str] = "first"
-    RESULTS: ClassVar[str] = "first.json"
+FIRST, FIRST_RESULTS = "first", "first.json"  # of the model with a linear head (linear_head.py), as results.json
 
 
 def finalize(
-    run: Training, splits: Splits, first: First | None = None, *, report: bool = True
+    run: Training, splits: Splits, first: dict[str, Any] | None = None, *, report: bool = True
 ) -> tuple[ViT | ResNet, dict[str, Any]]:
     """Writes model.safetensors, results.json, the card and report.html; doing it again gives the same result."""
     model, chosen = choose_model(run, first)
@@ -65,19 +56,19 @@ def finalize(
     return model, numbers
 
 
-def choose_model(run: Training, first: First | None) -> tuple[ViT | ResNet, dict[str, Any]]:
+def choose_model(run: Training, first: dict[str, Any] | None) -> tuple[ViT | ResNet, dict[str, Any]]:
     """The trained model, or the first model if that is at least as good on held-out images; and both results."""
-    trained = choose_final_model(run)
-    if first is None or "top1" not in first.results or not run.validation:
+    trained = make_trained_model(run)
+    if first is None or "top1" not in first or not run.validation:
         return trained, {}
-    compared: dict[str, Any] = {"first": {key: first.results.get(key) for key in ("top1", "images", "seconds")}}
+    compared: dict[str, Any] = {"first": {key: first.get(key) for key in ("top1", "images", "seconds")}}
     with contextlib.suppress(NonFiniteError):
         predictor = make_predictor(run.config, trained, run.world.device, run.folder.path)
         result = classify(predictor, run.validation)
         compared["trained"] = {"top1": result.top1, "images": len(result.labels)}
-        if result.top1 > first.results["top1"]:
+        if result.top1 > first["top1"]:
             return trained, compared | {"final": "trained"}
-    return load(first.folder).to(run.loader.device), compared | {"final": "first"}
+    return load(run.folder.path / FIRST).to(run.loader.device), compared | {"final": "first"}
 
 
 def describe_choice(numbers: dict[str, Any]) -> Iterator[str]:
@@ -135,7 +126,7 @@ def open_evaluation_set(config: Config, source: Source, world: World, *, keep: b
     return Prepared(source, config.model.image_size, config.preprocess, **options)
 
 
-def choose_final_model(run: Training) -> ViT | ResNet:
+def make_trained_model(run: Training) -> ViT | ResNet:
     """The last weights, or with --patience those of the best validation; averaged with --ema."""
     best = run.progress.best_step
     if run.config.patience and best is not None and best != run.progress.step:
@@ -146,7 +137,7 @@ def choose_final_model(run: Training) -> ViT | ResNet:
 
 
 def copy_model(run: Training) -> ViT | ResNet:
-    """The model as it is now, averaged with --ema, as a plain model: gathered, with LoRA merged, in eval mode."""
+    """The model as it is now, averaged with --ema, as a plain model: gathered, in eval mode."""
     trained = run.objective.model
     model = build(trained.config).to(run.loader.device)
     with averaged_weights(trained, run.average):

@@ -72,6 +72,8 @@ def catch_signals() -> Iterator[list[int]]:
 
     with handle_signals(handle, signal.SIGINT, signal.SIGTERM):
         yield received
+    if received:  # after the last step that checks: as if it arrived now
+        signal.raise_signal(received[0])
 
 
 def raise_on_termination() -> contextlib.AbstractContextManager[None]:
@@ -137,14 +139,24 @@ def largest_divisor(total: int, most: int) -> int:
     return max((n for n in range(1, most + 1) if total % n == 0), default=0)
 
 
-def out_of_memory_error(run: "Training", total: int = 1) -> DeviceMemoryError:
-    """The error to raise; it proposes a smaller --micro-batch for gradients of `total` images."""
+@contextlib.contextmanager
+def explain_out_of_memory(run: "Training") -> Iterator[None]:
+    """Raises DeviceMemoryError, which proposes a smaller --micro-batch, where the device runs out of memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(describe_out_of_memory(run)) from error
+
+
+def describe_out_of_memory(run: "Training") -> str:
     run.checkpoints.close()
-    steps = run.checkpoints.steps()
+    steps, total = run.checkpoints.steps(), run.config.batch // run.world.size
     saved = f"; the checkpoint of step {steps[-1]} is intact" if steps else ""
     smaller = largest_divisor(total, (run.progress.micro_batch or total) // 2)
     hint = f"use --micro-batch {smaller}{' --force' if steps else ''}" if smaller else "use a smaller --batch or model"
-    return DeviceMemoryError(f"out of memory at step {run.progress.step + 1}: {hint}{saved}")
+    return f"out of memory after step {run.progress.step}: {hint}{saved}"
 
 
 # Non-finite values ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ equally good it is the first, which fits fewer weights to few images.
 """
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from plainvit.evaluate.statistics import describe_accuracy
 from plainvit.runtime.display import Display, readable, show_activity, tell
 from plainvit.runtime.folder import check_metrics
 from plainvit.runtime.sharding import release_gathered, shard_like
-from plainvit.train.finalize import First, copy_model, make_predictor, open_evaluation_set
+from plainvit.train.finalize import FIRST, FIRST_RESULTS, copy_model, make_predictor, open_evaluation_set
 from plainvit.train.resume_check import has_valid_checksum
 from plainvit.train.time_budget import average_over_processes
 from plainvit.weights import load, save
@@ -39,29 +39,28 @@ MOST_WORK = 3e8  # images x features x classes of the regression: seconds to a m
 L2 = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # of the mean loss; the middle one where nothing can be chosen
 
 
-def find_first(run: "Training", train: Source) -> First | None:
-    """The first model: made before the first step, read again in a run that is resumed or starts over."""
-    folder = run.folder.path / First.FOLDER
-    stored = run.folder.read(First.RESULTS)
-    check_metrics(stored, str(run.folder.path / First.RESULTS))
-    if not stored or not has_valid_checksum(folder / "model.safetensors"):
+def find_first(run: "Training", train: Source) -> dict[str, Any] | None:
+    """Results of the first model: made before the first step, read again in a run that is resumed or starts over."""
+    folder = run.folder.path / FIRST
+    results = run.folder.read(FIRST_RESULTS)
+    check_metrics(results, str(run.folder.path / FIRST_RESULTS))
+    if not results or not has_valid_checksum(folder / "model.safetensors"):
         return make_first(run, train) if not run.progress.step else None
     if not run.progress.step:  # killed before its first checkpoint: it continues with the same bits
         head = load(folder).head
         assert head is not None
         set_head(run, head.weight.detach(), head.bias.detach())
-    return First(folder, stored)
+    return results
 
 
-def make_first(run: "Training", train: Source) -> First:
+def make_first(run: "Training", train: Source) -> dict[str, Any]:
     """Sets the head to a linear classifier of the training images, saves the model and evaluates it."""
-    folder = run.folder.path / First.FOLDER
     predictor = make_predictor(run.config, run.objective.model, run.world.device, run.folder.path)
     source = choose_images(run, train, predictor)
     features, labels = extract_features(run, source, predictor)
     with show_activity("fitting a linear head", quiet=run.quiet):
         set_head(run, *fit_head(run, features, labels))
-    results = {"seconds": 0.0, "images_fitted": len(features)}
+    results: dict[str, Any] = {"images_fitted": len(features)}
     if run.validation:
         evaluation = classify(predictor, run.validation)
         results |= evaluation.summary()
@@ -70,18 +69,21 @@ def make_first(run: "Training", train: Source) -> First:
     results["seconds"] = round(run.seconds, 1)
     model = copy_model(run)  # all processes gather its shards
     if run.folder.writes:
-        make_folder(folder)
-        for path in (folder, run.folder.path):
-            save(model, path / "model.safetensors")
-    run.folder.write(First.RESULTS, results)
+        for folder in (run.folder.path / FIRST, run.folder.path):
+            make_folder(folder)
+            save(model, folder / "model.safetensors")
+    run.folder.write(FIRST_RESULTS, results)
     run.world.barrier()  # nobody reads the files before they are written
+    tell(describe_first(results), quiet=run.quiet)
+    return results
+
+
+def describe_first(results: dict[str, Any]) -> str:
     when = f"after {readable(results['seconds'])}"
-    words = f"first model saved {when}; no images are held out to evaluate it (--holdout 0.15)"
-    if "top1" in results:
-        accuracy = describe_accuracy(round(results["top1"] * results["images"]), results["images"])[0]
-        words = f"first result on held-out images: {accuracy}, {when}"
-    tell(words, quiet=run.quiet)
-    return First(folder, results)
+    if "top1" not in results:
+        return f"first model saved {when}; no images are held out to evaluate it (--holdout 0.15)"
+    accuracy = describe_accuracy(round(results["top1"] * results["images"]), results["images"])[0]
+    return f"first result on held-out images: {accuracy}, {when}"
 
 
 def choose_images(run: "Training", train: Source, predictor: Predictor) -> Source:

@@ -10,6 +10,7 @@ import torch
 
 from plainvit.config import Config
 from plainvit.data.splits import open_splits
+from plainvit.device import choose_precision
 from plainvit.runtime.display import Display
 from plainvit.runtime.folder import Folder
 from plainvit.train.loop import take_step
@@ -34,23 +35,25 @@ def measure_steps(config: Config) -> tuple[Config, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
         run = build_training(config.replace(steps=WARM_STEPS + TIMED_STEPS, track=()), splits, folder, quiet=True)
         run.objective.train()
-        display = Display("measuring", run.steps)
-        with contextlib.closing(run.loader.batches(0, run.steps)) as batches, display:
+        with (
+            contextlib.closing(run.loader.batches(0, run.steps)) as batches,
+            Display("measuring", run.steps) as display,
+        ):
             prefetcher = Prefetcher(run, batches)
             while run.progress.step < run.steps:
                 line, _ = take_step(run, prefetcher, display)
                 seconds.append(line["seconds"])
                 run.progress.step += 1
                 display.advance(run.progress.step, f"{1000 * line['seconds']:,.1f} ms")
-    on_gpu = run.loader.device.type == "cuda"
-    if run.dtype is torch.float32:
+    device = run.loader.device
+    if choose_precision(config.precision, device.type) is torch.float32:
         config = config.replace(precision="fp32")
-    if not on_gpu and config.compile == "auto":
+    if device.type == "cpu" and config.compile == "auto":
         config = config.replace(compile="off")
     return config, {
         "seconds": statistics.median(seconds[WARM_STEPS:]),
         "micro_batch": run.progress.micro_batch,
         "images": len(splits.train),
-        "device": torch.cuda.get_device_name(run.loader.device) if on_gpu else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "timing_source": f"median of {TIMED_STEPS} steps on this machine",
     }

@@ -13,8 +13,8 @@ from plainvit.config import Config
 from plainvit.data.loader import Batch
 from plainvit.data.mix import mix, soft_labels
 from plainvit.data.transforms import as_floats
-from plainvit.device import choose_precision
 from plainvit.models import ResNet, ViT
+from plainvit.train.state import autocast
 
 
 def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -71,9 +71,7 @@ class Classify(nn.Module):
         size = teacher.config.image_size
         if tuple(images.shape[2:]) != size:
             images = F.interpolate(as_floats(images), size, mode="bilinear", antialias=True)
-        device = images.device.type
-        dtype = choose_precision(self.config.precision, device)  # as the student
-        with torch.autocast(device, dtype, enabled=dtype is not torch.float32):
+        with autocast(self.config, images.device)():  # as the student
             logits = teacher(images).float()
         return F.one_hot(logits.argmax(-1), self.classes).float()
 

@@ -44,7 +44,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def groups(model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> list[dict]:
+def group_parameters(model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> list[dict]:
     """Parameter groups of equal weight decay and learning rate factor ("scale"), in a fixed order."""
     layers = len(model.blocks) if isinstance(model, ViT) else len(model.body.stages)
     grouped: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -75,20 +75,24 @@ class Optimizers:
         adam = {"betas": optim.betas, "eps": optim.eps, "fused": fused, "capturable": graphs}
         match optim.name:
             case "adamw":
-                self.all: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups(model, named, optim), **adam)]
+                self.all: list[torch.optim.Optimizer] = [
+                    torch.optim.AdamW(group_parameters(model, named, optim), **adam)
+                ]
             case "sgd":
-                self.all = [torch.optim.SGD(groups(model, named, optim), momentum=optim.momentum, fused=fused)]
+                self.all = [
+                    torch.optim.SGD(group_parameters(model, named, optim), momentum=optim.momentum, fused=fused)
+                ]
             case "lamb":
-                self.all = [Lamb(groups(model, named, optim), optim.betas, optim.eps)]
+                self.all = [Lamb(group_parameters(model, named, optim), optim.betas, optim.eps)]
             case "muon":
                 matrices = [(name, p) for name, p in named if is_for_muon(name, p)]
                 others = [(name, p) for name, p in named if not is_for_muon(name, p)]
                 if not matrices:
                     raise ValueError("--optim.name muon needs matrices of ViT blocks to train: use --optim.name adamw")
                 split = [(name, part) for name, p in matrices for part in self._split(name, p)]
-                self.all = [Muon(groups(model, split, optim), optim.momentum)]
+                self.all = [Muon(group_parameters(model, split, optim), optim.momentum)]
                 if others:
-                    self.all.append(torch.optim.AdamW(groups(model, others, optim), **adam))
+                    self.all.append(torch.optim.AdamW(group_parameters(model, others, optim), **adam))
         if graphs:
             for optimizer in self.all:
                 for group in optimizer.param_groups:

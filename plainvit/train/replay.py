@@ -97,14 +97,12 @@ def note_non_finite(name: str, out: object, names: list[str]) -> None:
 
 def table(report: dict[str, Any]) -> RenderableType:
     """The result of `replay` for the terminal."""
-    shown = Table(box=None, pad_edge=False, show_header=False)
-    shown.add_row("loss", f"{report['loss']:.6g}")
-    shown.add_row("gradient norm", f"{report['norm']:.6g}")
+    rows = {"loss": f"{report['loss']:.6g}", "gradient norm": f"{report['norm']:.6g}"}
     for key, words in (("modules_not_finite", "output"), ("gradients_not_finite", "gradient")):
         names = report[key]
-        first = f"{names[0]} (first of {len(names)})" if names else "none"
-        shown.add_row(f"{words} not finite", first)
-    for name, norm in report["largest_gradients"].items():
-        shown.add_row(f"|gradient| of {name}", f"{norm:.4g}")
-    words = f", step {report['step']}, {len(report['images'])} images"
-    return Group(Text.assemble((report["run"], "bold"), words), shown)
+        rows[f"{words} not finite"] = f"{names[0]} (first of {len(names)})" if names else "none"
+    rows |= {f"|gradient| of {name}": f"{norm:.4g}" for name, norm in report["largest_gradients"].items()}
+    shown = Table(box=None, pad_edge=False, show_header=False)
+    for row in rows.items():
+        shown.add_row(*row)
+    return Group(Text(f"{report['run']}, step {report['step']}, {len(report['images'])} images"), shown)

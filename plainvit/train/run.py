@@ -18,7 +18,6 @@ from plainvit.analyse.report import write_report
 from plainvit.config import Config, Model, ResNetConfig, to_json
 from plainvit.data.known import SETS
 from plainvit.data.splits import Splits, find_data_problems, open_splits
-from plainvit.device import is_out_of_memory
 from plainvit.disk import exit_code
 from plainvit.models import ResNet, ViT
 from plainvit.names import SIZES
@@ -26,12 +25,12 @@ from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.display import readable, show_activity, tell
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
 from plainvit.runtime.folder import Folder, describe_changes, environment, read_results
-from plainvit.train.finalize import First, finalize
+from plainvit.train.finalize import finalize
 from plainvit.train.guards import (
     DivergedError,
     InterruptedRunError,
     Terminated,
-    out_of_memory_error,
+    explain_out_of_memory,
     raise_on_termination,
 )
 from plainvit.train.linear_head import find_first
@@ -145,7 +144,7 @@ def search_in(world: World, folder: Folder, config: Config, options: Options) ->
 
     def try_rate(rate_config: Config, splits: Splits, lr: float) -> dict[str, Any]:
         with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.is_main) as inner:
-            return run_in(world, inner, rate_config, splits, Options(quiet=options.quiet)).numbers["val"]
+            return run_in(world, inner, rate_config, splits, Options(options.force, options.quiet)).numbers["val"]
 
     return search_rates(config, try_rate)
 
@@ -172,7 +171,7 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
     resume(run)  # raises an error before anything is written if the checkpoint is of another config
     write_start(run, splits)
     try:
-        with raise_lost_peer(world), raise_on_termination():
+        with raise_lost_peer(world), raise_on_termination(), explain_out_of_memory(run):
             first = train_timed(run, splits)
             model, numbers = finalize(run, splits, first, report=not options.bare)
     except BaseException as error:
@@ -212,16 +211,12 @@ def write_start(run: Training, splits: Splits) -> None:
     folder.write_status("running", folder.read("status.json").get("step", 0), config.steps)
 
 
-def train_timed(run: Training, splits: Splits) -> First | None:
+def train_timed(run: Training, splits: Splits) -> dict[str, Any] | None:
     """Trains within --hours; environment.json then has the time of all parts of the run."""
     try:
         first = find_first(run, splits.train) if run.config.head == "linear" else None
         train(run, TimeBudget(run) if run.config.hours else None)
         return first
-    except RuntimeError as error:  # out of memory outside of the gradients: in the first update, in a validation
-        if not is_out_of_memory(error):
-            raise
-        raise out_of_memory_error(run) from error
     finally:
         run.folder.write("environment.json", run.folder.read("environment.json") | {"seconds": round(run.seconds, 1)})
 

@@ -33,12 +33,12 @@ from plainvit.train.state import Training, autocast, uses_fsdp
 from plainvit.train.step import Gradients
 from plainvit.train.transfer import load_teacher, make_initial_model
 
-NARROW = 1024  # widest row of which three stages fit into the shared memory of any GPU
+MULTI_STAGE_WIDTH = 1024  # widest row of which three stages fit into the shared memory of any GPU
 # Measured on an H200 (docs/results.md)
 COMPILE_SECONDS = 30.0  # without compiled code in the cache
 GAIN = 1 / EAGER  # how much faster compiled steps of B/16 are
 # Narrow models gain more: timm's Ti/16 1.48, the recipe cifar10 at batch 512 1.77 (20.5 and 11.6 ms)
-NARROW_MODEL, NARROW_GAIN = 256, 1.48
+NARROW_WIDTH, NARROW_GAIN = 256, 1.48
 
 
 def build_training(
@@ -54,7 +54,8 @@ def build_training(
     world = world or World(device=choose_device(config.device))
     objective = build_objective(config, splits, world)
     uses_graphs = can_use_graphs(config, world)
-    optimizers = Optimizers(objective.model, list_trained(objective), config.optim, graphs=uses_graphs)
+    named = [(name.removeprefix("model."), parameter) for name, parameter in objective.named_parameters()]
+    optimizers = Optimizers(objective.model, named, config.optim, graphs=uses_graphs)
     has_average = bool(config.ema or config.ema_window)
     loader = build_loader(config, splits, folder, world, force=force)
     compiles, note = choose_compile(config, world.device, world.size)
@@ -110,12 +111,14 @@ def build_objective(config: Config, splits: Splits, world: World) -> Classify | 
         assert isinstance(model, ViT)
         use_fp8(model)
     freeze(model, config.optim.frozen)
-    if config.objective != "classify":
+    if config.objective == "classify":
+        counts = torch.bincount(torch.from_numpy(splits.train.labels).long(), minlength=len(splits.classes))
+        teacher = load_teacher(config, splits.classes).to(world.device) if config.teacher else None
+        objective = Classify(model, config, counts, teacher)
+    else:
         assert isinstance(model, ViT)
-        return accelerate_objective(PredictPatches(model, config, world.rank).to(world.device), config)
-    counts = torch.bincount(torch.from_numpy(splits.train.labels).long(), minlength=len(splits.classes))
-    teacher = load_teacher(config, splits.classes).to(world.device) if config.teacher else None
-    objective = accelerate_objective(Classify(model, config, counts, teacher).to(world.device), config)
+        objective = PredictPatches(model, config, world.rank)
+    accelerate_objective(objective.to(world.device), config)
     if uses_fsdp(config, world):
         shard(model, world)
     return objective
@@ -123,13 +126,11 @@ def build_objective(config: Config, splits: Splits, world: World) -> Classify | 
 
 def check_combinations(config: Config, world: World) -> None:
     """Raises ValueError for settings that do not work together, or not on this machine."""
-    has_fsdp = uses_fsdp(config, world)
-    if has_fsdp and config.objective != "classify":
-        raise ValueError(f"--objective {config.objective} does not support --parallel fsdp: use --parallel ddp")
-    if has_fsdp and config.optim.name == "muon":
-        raise ValueError(
-            "--optim.name muon does not support --parallel fsdp, which splits matrices: use --parallel ddp"
-        )
+    if uses_fsdp(config, world):
+        if config.objective != "classify":
+            raise ValueError(f"--objective {config.objective} does not support --parallel fsdp: use --parallel ddp")
+        if config.optim.name == "muon":
+            raise ValueError("--optim.name muon does not support --parallel fsdp: use --parallel ddp")
     if config.precision == "fp8":
         check_fp8(config, world)
 
@@ -148,19 +149,15 @@ def check_fp8(config: Config, world: World) -> None:
         raise ValueError(f"{reason}: use --precision bf16")
 
 
-def accelerate_objective(objective: Any, config: Config) -> Any:
+def accelerate_objective(objective: nn.Module, config: Config) -> None:
     """Attaches the fast modules, unless --fast-path off; and recomputed activations for --recompute."""
     if config.fast_path == "auto" and has_fast_path():
         from plainvit.models.fast import accelerate
 
         on_gpu = next(objective.parameters()).is_cuda  # on a CPU it saves no time
         accelerate(objective, low_precision_residual=on_gpu)
-    return recompute_activations(objective) if config.recompute else objective
-
-
-def list_trained(objective: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The model's parameters under the model's own names, and the objective's others."""
-    return [(name.removeprefix("model."), parameter) for name, parameter in objective.named_parameters()]
+    if config.recompute:
+        recompute_activations(objective)
 
 
 def build_gradients(
@@ -195,9 +192,8 @@ def choose_compile(config: Config, device: str, processes: int = 1) -> tuple[boo
     assert config.model
     seconds = sum(step_seconds(describe_step(config, config.model, processes), H200).values())
     steps = min(config.steps, 3600 * config.hours / seconds) if config.hours else config.steps
-    is_narrow = isinstance(config.model, ViTConfig) and config.model.width <= NARROW_MODEL
-    gain = NARROW_GAIN if is_narrow else GAIN
-    saved = steps * seconds * (gain - 1)
+    is_narrow = isinstance(config.model, ViTConfig) and config.model.width <= NARROW_WIDTH
+    saved = steps * seconds * ((NARROW_GAIN if is_narrow else GAIN) - 1)
     if saved > COMPILE_SECONDS:
         return True, ""
     words = f"not compiled: {steps:,.0f} steps would save about {readable(saved)}"
@@ -209,7 +205,9 @@ def choose_compiler_options(config: Config) -> dict[str, Any] | None:
 
     0.16 ms instead of 0.21 for S/16 at batch 1024 on an H200.
     """
-    fits = isinstance(config.model, ViTConfig) and config.model.width <= NARROW and config.fast_path == "auto"
+    fits = (
+        isinstance(config.model, ViTConfig) and config.model.width <= MULTI_STAGE_WIDTH and config.fast_path == "auto"
+    )
     return {"triton.mix_order_reduction_allow_multi_stages": True} if fits else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,41 +17,16 @@ from plainvit.device import choose_precision
 from plainvit.runtime.sharding import shard_like
 
 if TYPE_CHECKING:
-    from plainvit.data.loader import Batch, Loader
+    from plainvit.data.loader import Loader
     from plainvit.evaluate.classify import Prepared
     from plainvit.runtime.checkpoint import Checkpoints
     from plainvit.runtime.distributed import World
     from plainvit.runtime.folder import Folder
+    from plainvit.train.masked import PredictPatches
+    from plainvit.train.objectives import Classify
     from plainvit.train.optim import Average, Optimizers
 
 LEAST_INTERVAL = 5  # steps between evaluations in a run that --hours shortened
-
-
-class Objective(Protocol):
-    """An nn.Module that turns a batch into a loss; `model` is the part of it that a run keeps."""
-
-    model: Any
-
-    # Of nn.Module, which is no protocol
-    def train(self) -> Any: ...
-    def modules(self) -> Iterator[nn.Module]: ...
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
-
-    def prepare(self, batch: "Batch", step: int) -> tuple[Tensor, ...]:
-        """The tensors that `forward` takes."""
-        ...
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean loss, number of images that are classified correctly)."""
-        ...
-
-
-class ComputeGradients(Protocol):
-    def __call__(self, *tensors: Tensor, micro_batch: int) -> Tensor:
-        """[loss, correct images, gradient norm] of a batch; fills the parameters' gradients."""
-        ...
 
 
 @dataclass
@@ -73,14 +48,14 @@ class Training:
     """Everything that one run needs. `setup.py` builds it, `loop.py` runs it."""
 
     config: Config
-    objective: Objective
+    objective: "Classify | PredictPatches"  # the model with its loss
     optimizers: "Optimizers"
     average: "Average | None"  # exponential moving average of the weights (EMA)
     loader: "Loader"
     folder: "Folder"
     checkpoints: "Checkpoints"
     world: "World"
-    gradients: ComputeGradients
+    gradients: Callable[..., Tensor]  # see step.Gradients
     update: Callable[[], None]  # the optimizers' step
     validation: "Prepared | None"  # held-out images
     evaluate: Callable[[int], dict[str, float]] | None  # step -> metrics of the model on held-out images
@@ -105,11 +80,6 @@ class Training:
     @property
     def fsdp(self) -> bool:
         return uses_fsdp(self.config, self.world)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The precision of the arithmetic; weights are fp32."""
-        return choose_precision(self.config.precision, self.loader.device.type)
 
     @property
     def cast(self) -> Callable[[], AbstractContextManager]:
@@ -196,6 +166,7 @@ def uses_fsdp(config: Config, world: "World") -> bool:
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager]:
+    """Contexts in the precision of the arithmetic; weights are fp32."""
     dtype = choose_precision(config.precision, device.type)
     return partial(torch.autocast, device.type, dtype, enabled=dtype is not torch.float32)
 

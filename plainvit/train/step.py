@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from plainvit.device import is_out_of_memory
 from plainvit.runtime.sharding import full_tensor
-from plainvit.train.guards import out_of_memory_error
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch
@@ -98,13 +96,7 @@ def launch(run: "Training", tensors: tuple[Tensor, ...]) -> PendingStep:
     assert all(module.training for module in run.objective.modules()), "a training step needs training mode"
     torch.manual_seed(step_seed(run.config.seed, run.world.rank, run.progress.step))  # of dropout and stochastic depth
     size = run.progress.micro_batch or len(tensors[0])
-    try:
-        return PendingStep(run, run.gradients(*tensors, micro_batch=size))
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        run.optimizers.zero()
-        raise out_of_memory_error(run, len(tensors[0])) from error
+    return PendingStep(run, run.gradients(*tensors, micro_batch=size))
 
 
 @dataclass

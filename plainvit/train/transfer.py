@@ -33,8 +33,7 @@ def read_starting_model(config: Config) -> tuple[Model, Preprocess]:
     model: Model = inspected.config
     if config.image_size:
         model = model.replace(image_size=pair(config.image_size))
-    if config.head != "keep":
-        model = model.without_head()
+    model = model if config.head == "keep" else model.without_head()
     return model, inspected.preprocess
 
 
@@ -49,9 +48,8 @@ def resolve(config: Config, splits: Splits) -> Config:
         model = model or implied
     if model is None:
         raise ValueError("no model to train: give --init WEIGHTS (`plainvit weights` lists some) or --model NAME")
-    if config.image_size and not config.init and pair(config.image_size) != model.image_size:
-        size = " x ".join(map(str, model.image_size))
-        raise ValueError(f"--image-size {config.image_size} needs --init; without it the model has {size} pixels")
+    if config.image_size:
+        model = model.replace(image_size=pair(config.image_size))
     if config.objective != "classify":
         check_maskable(model, config.objective, config.masked)
         assert isinstance(model, ViTConfig)
@@ -62,11 +60,12 @@ def resolve(config: Config, splits: Splits) -> Config:
             f"{name} has {model.classes} classes, but {config.data} has {classes}: use {flag or '--model.classes 0'}"
         )
     check_augmentation(config, model)
+    if config.head == "linear" and not (config.init and classes):
+        config = config.replace(head="zero")
     return config.replace(
         model=model.replace(classes=classes),
         precision="bf16" if classes and prefers_bf16(config, model) else config.precision,
         preprocess=config.preprocess or preprocess,
-        head="linear" if config.head == "linear" and config.init and classes else config.head.replace("linear", "zero"),
         steps=choose_steps(config, len(splits.train)),
     )
 
@@ -83,7 +82,7 @@ def check_classes(config: Config, splits: Splits) -> None:
 
 
 def choose_cpu_defaults(config: Config) -> Config:
-    """On a CPU, fine-tuning without --steps or --epochs takes ten minutes, in small batches unless --batch is given."""
+    """Fine-tuning on a CPU takes ten minutes unless a length is given, in small batches unless --batch is given."""
     if config.steps or config.epochs or not is_finetuned_on_cpu(config):
         return config
     is_recipes_batch = config.recipe in list_recipes() and config.batch == recipe(config.recipe).batch
@@ -97,8 +96,8 @@ def is_finetuned_on_cpu(config: Config) -> bool:
 
 def prefers_bf16(config: Config, model: Model) -> bool:
     """Whether `--precision auto` is bf16 on a CPU: for fine-tuning, where a measured step is faster with it."""
-    wide = isinstance(model, ViTConfig) and model.width >= BF16_WIDTH
-    if config.precision != "auto" or not wide or not is_finetuned_on_cpu(config):
+    is_wide = isinstance(model, ViTConfig) and model.width >= BF16_WIDTH
+    if config.precision != "auto" or not is_wide or not is_finetuned_on_cpu(config):
         return False
     return not cpu_bf16_refused() and measure_cpu().prefers_bf16
 
@@ -136,7 +135,8 @@ def hash_init(config: Config) -> str:
     path = weights_path(config.init)
     if not path.exists():
         raise ValueError(f"--init {path}: there is no such file or folder")
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    found = ([*path.glob(f"*.{kind}")] for kind in ("safetensors", "bin", "pth"))  # in the order of `load`
+    files = sorted(next(filter(None, found), [])) if path.is_dir() else [path]
     return hashlib.sha256("".join(file_hash(file) for file in files).encode()).hexdigest()[:16]
 
 

@@ -14,7 +14,6 @@ Letters: B batch, N tokens, D width, H heads, d head width.
 import importlib.util
 import math
 import os
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,56 +21,47 @@ from torch import Tensor
 
 from plainvit.models.trace import assume_constant_result
 
-MAX_TOKENS, HEAD_WIDTHS, DTYPES = 288, (32, 64, 80), (torch.bfloat16, torch.float16)
+MAX_TOKENS, DTYPES = 288, (torch.bfloat16, torch.float16)
 LARGE = 2**24  # values in qkv: about 30 us on a large GPU
 LOG2E = 1.4426950408889634
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The tile sizes and Triton options of one kernel.
+class Launch(NamedTuple):
+    """Tile sizes and Triton options of one kernel.
 
     Args:
         rows: Queries in a block; Hopper's tensor cores want at least 64 where rows come first.
         keys: Keys in the widest tile; in the kernel of dK and dV, keys of a program.
-        warps: Warps of a program.
         stages: Loads in flight in the loop; 1 leaves the overlap to other programs on the multiprocessor.
         registers: The most a thread may use, where that lets one more program in; 0 is no limit.
     """
 
     rows: int
     keys: int
-    warps: int = 4
     stages: int = 1
     registers: int = 0
 
     def options(self) -> dict[str, Any]:
-        """For Triton."""
-        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        options: dict[str, Any] = {"num_warps": 4, "num_stages": self.stages, "enable_fp_fusion": True}
         return options | ({"maxnreg": self.registers} if self.registers else {})
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The launches of one shape: forward, then dQ, then dK and dV."""
+class Tiles(NamedTuple):
+    """The launches for one head width."""
 
     forward: Launch
-    queries: Launch
-    keys: Launch
+    queries: Launch  # dQ
+    keys: Launch  # dK and dV
 
 
-# (most tokens, head width) -> tiles; the first line with enough tokens is used. Those of 64 are the best of a sweep on
-# an H200; the others were chosen by the registers and shared memory that the compiler reports for it.
-TILES: dict[tuple[int, int], Tiles] = {
-    (288, 32): Tiles(Launch(64, 64, stages=3), Launch(64, 64, stages=2), Launch(64, 64)),
-    (288, 64): Tiles(Launch(64, 64, stages=3), Launch(64, 64, stages=2), Launch(64, 64)),
-    (288, 80): Tiles(Launch(64, 64, stages=2), Launch(64, 64, stages=2), Launch(32, 64, stages=2, registers=168)),
+# Those of 64 are the best of a sweep on an H200; the others were chosen by the registers and shared memory that the
+# compiler reports
+_LAUNCHES = Tiles(Launch(64, 64, stages=3), Launch(64, 64, stages=2), Launch(64, 64))
+TILES = {
+    32: _LAUNCHES,
+    64: _LAUNCHES,
+    80: Tiles(Launch(64, 64, stages=2), Launch(64, 64, stages=2), Launch(32, 64, stages=2, registers=168)),
 }
-
-
-def choose(tokens: int, width: int) -> Tiles:
-    """The tiles for a number of tokens and a head width."""
-    return next(tiles for (most, d), tiles in TILES.items() if tokens <= most and width == d)
 
 
 def split(length: int, widest: int) -> tuple[int, ...]:
@@ -115,8 +105,8 @@ def unfit(qkv: Tensor | Packed, heads: int) -> str | None:
         return f"qkv of shape {tuple(qkv.shape)} is not [batch, tokens, 3 x {heads} heads x width]"
     if not 1 <= qkv.shape[1] <= MAX_TOKENS:
         return f"{qkv.shape[1]} tokens: short attention supports 1 to {MAX_TOKENS}"
-    if qkv.shape[2] // (3 * heads) not in HEAD_WIDTHS:
-        return f"heads of width {qkv.shape[2] // (3 * heads)}: short attention supports {HEAD_WIDTHS}"
+    if qkv.shape[2] // (3 * heads) not in TILES:
+        return f"heads of width {qkv.shape[2] // (3 * heads)}: short attention supports {', '.join(map(str, TILES))}"
     if qkv.device.type != "cuda":
         return f"qkv is on {qkv.device.type}: short attention needs a CUDA device"
     if qkv.dtype not in DTYPES:
@@ -232,7 +222,7 @@ def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor
 @torch.library.custom_op("plainvit::short_attention", mutates_args=())
 def _forward(qkv: Tensor, heads: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001, for its gradient
     _check(qkv, heads)
-    return run_forward(qkv, heads, choose(qkv.shape[1], qkv.shape[2] // (3 * heads)).forward)
+    return run_forward(qkv, heads, TILES[qkv.shape[2] // (3 * heads)].forward)
 
 
 @_forward.register_fake
@@ -243,7 +233,7 @@ def _(qkv: Tensor, heads: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:  #
 
 @torch.library.custom_op("plainvit::short_attention_backward", mutates_args=())
 def _backward(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    return run_backward(grad, qkv, out, lse, heads, choose(qkv.shape[1], qkv.shape[2] // (3 * heads)))
+    return run_backward(grad, qkv, out, lse, heads, TILES[qkv.shape[2] // (3 * heads)])
 
 
 @_backward.register_fake

@@ -87,14 +87,14 @@ class InferenceModel(nn.Module):
     @torch.no_grad()
     def _run(self, method: str, images: Tensor) -> Tensor:
         size = len(images)
-        if size not in self.choices:
-            self.choices[size] = measure(self.config, size, device_of(self.model), self._extra_choices())
-        choice = self.choices[size]
-        if (size, method) not in self._calls:
-            if choice.precision not in self._cast:
-                self._cast[choice.precision] = cast_model(self.model, choice)
-            self._calls[size, method] = compile_call(self._cast[choice.precision], choice, method)
-        with torch.autocast(images.device.type, enabled=False):  # the precision is chosen already
+        with torch.autocast(images.device.type, enabled=False):  # the precision is a part of the choice
+            if size not in self.choices:
+                self.choices[size] = measure(self.config, size, device_of(self.model), self._extra_choices())
+            choice = self.choices[size]
+            if (size, method) not in self._calls:
+                if choice.precision not in self._cast:
+                    self._cast[choice.precision] = cast_model(self.model, choice)
+                self._calls[size, method] = compile_call(self._cast[choice.precision], choice, method)
             return self._calls[size, method](images).float().clone()  # a CUDA graph overwrites its output next time
 
     def _extra_choices(self) -> tuple[Choice, ...]:
