@@ -5,6 +5,7 @@ this machine can connect.
 """
 
 import contextlib
+import gc
 import ipaddress
 import logging
 import os
@@ -16,10 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from plainvit.evaluate.predictor import Predictor
-from plainvit.serve.app import make_app
+from plainvit.serve.app import Application
 from plainvit.serve.backends import Name, choose_backend
 from plainvit.serve.explain import Explainer
 from plainvit.serve.limits import Limits
@@ -54,7 +54,7 @@ def split_name(word: str) -> tuple[str, str]:
     return Path(word).name.removesuffix(".safetensors") or word, word
 
 
-def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) -> ASGIApp:
+def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) -> Application:
     """Loads every model and makes the application."""
     metrics, services, explainers = Metrics(), [], {}
     names = [split_name(word) for word in settings.models]
@@ -69,7 +69,9 @@ def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) 
         services.append(Service(name, predictor, settings.limits, backend, metrics))
         if settings.explain:
             explainers[name] = Explainer(predictor, settings.neighbours, settings.data_root)
-    return make_app(services, explainers, token=token, hosts=hosts)
+    gc.collect()
+    gc.freeze()  # a full collection would look at all objects of the libraries: a pause of 150 ms
+    return Application(services, explainers, token=token, hosts=hosts)
 
 
 def check_access(host: str, no_auth: bool) -> tuple[str, Sequence[str]]:
@@ -123,7 +125,7 @@ class DeadlineServer(uvicorn.Server):
                 connection.transport.abort()
 
 
-def make_server(app: ASGIApp, host: str, port: int, limits: Limits) -> DeadlineServer:
+def make_server(app: Application, host: str, port: int, limits: Limits) -> DeadlineServer:
     """A server whose `run` serves until a signal comes."""
     with contextlib.suppress(ValueError, OSError):  # every connection is an open file
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -134,6 +136,7 @@ def make_server(app: ASGIApp, host: str, port: int, limits: Limits) -> DeadlineS
         port=port,
         http="h11",  # strict about what a request is
         ws="none",
+        lifespan="off",
         access_log=False,
         server_header=False,
         proxy_headers=False,
