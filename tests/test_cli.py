@@ -284,8 +284,8 @@ def test_help_shows_the_values_of_the_recipe(capsys: Capture) -> None:
     ("command", "usage"),
     [
         ("models", "[PATTERN]"),
-        ("paper", "[TABLE] [CARD ...]"),
-        ("compare", "CARD ..."),
+        ("paper", "[TABLE] [RUN ...]"),
+        ("compare", "RUN ..."),
         ("train", "[RECIPE]"),
         ("inspect", "MODEL"),
         ("data info", "DATA"),

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
-from plainvit.commands.parsing import exit_with_error
+from plainvit.commands.parsing import PixelFlags, exit_with_error
 from plainvit.config import Config
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
@@ -227,7 +227,7 @@ def _spell(word: str) -> str:
 
 
 def _reject(word: str, command: str, flags: list[Flag], parser: argparse.ArgumentParser) -> NoReturn:
-    """Exit because of an argument that the command does not take, with what may have been meant."""
+    """Exit with an error about an unknown argument that names the closest known ones."""
     if not word.startswith("-"):
         taken = " ".join(str(flag.metavar) for flag in flags if flag.is_word) or "only flags"
         exit_with_error(f"unexpected argument {word!r}: {command} takes {taken}; switches take no value", 2)
@@ -263,6 +263,8 @@ def format_help(
     groups = {"": parser.add_argument_group("flags")}
     for flag in flags:
         title = "" if common else flag.name.rpartition(".")[0]
+        if flag.name in PixelFlags.__dataclass_fields__:
+            title = "preprocessing, in place of what the weights say"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         flag.add_to(parser if flag.is_word else groups[title])
