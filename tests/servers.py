@@ -14,7 +14,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
 from plainvit.serve.explain import Explainer
 from plainvit.serve.limits import Limits
-from plainvit.serve.server import LOOPBACK, make_server
+from plainvit.serve.server import LOOPBACK, bind_port, make_server
 from plainvit.serve.service import Service
 
 
@@ -50,12 +50,12 @@ def serving(
     limits = limits or Limits()
     service = Service(name, predictor, limits, backend)
     app = Application([service], {name: Explainer(predictor)}, token=token, hosts=LOOPBACK)
-    server = make_server(app, "127.0.0.1", 0, limits)
-    thread = threading.Thread(target=server.run, daemon=True)
+    server, bound = make_server(app, limits), bind_port("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
     while not server.started:
         thread.join(0.01)
-    running = Running(app, service, server.servers[0].sockets[0].getsockname()[1])
+    running = Running(app, service, bound.getsockname()[1])
     try:
         yield running
     finally:

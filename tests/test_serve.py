@@ -214,7 +214,7 @@ import sys, time
 from pathlib import Path
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
-from plainvit.serve.server import make_server
+from plainvit.serve.server import bind_port, make_server
 from plainvit.serve.limits import Limits
 from plainvit.serve.service import Service
 
@@ -225,7 +225,8 @@ class Gated(Predictor):
         return super().logits(images)
 
 limits = Limits(max_batch=4, deadline=60)
-make_server(Application([Service("gated", Gated(sys.argv[1], device="cpu"), limits)]), "127.0.0.1", 0, limits).run()
+app = Application([Service("gated", Gated(sys.argv[1], device="cpu"), limits)])
+make_server(app, limits).run(sockets=[bind_port("127.0.0.1", 0)])
 """
 
 
@@ -505,8 +506,19 @@ def test_models_have_distinct_names() -> None:
     assert split_name("cats=runs/a") == ("cats", "runs/a")
     assert split_name("runs/a") == ("a", "runs/a")
     with pytest.raises(SystemExit) as end:
-        main(["serve", "runs/a", "other/a"])
+        main(["serve", "runs/a", "other/a", "--port", "0"])
     assert end.value.code == 2
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_port_that_cannot_be_used_is_an_error_before_models_are_loaded(
+    server: Running, is_used: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = str(server.port if is_used else 70_000)
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "runs/none", "--port", port])
+    assert end.value.code == 2
+    assert f"--port {port}" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_one_line_with_the_command_to_install_it(

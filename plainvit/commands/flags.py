@@ -64,6 +64,7 @@ class Flag:
         """Add it to a parser; a flag that is not given leaves no value."""
         text = self._describe().replace("%", "%%")
         options: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS}
+        nargs = "+" if self.nargs == "*" and not self.is_setting else self.nargs  # a setting of a recipe can be emptied
         if self.is_word:
             parser.add_argument(self.name, metavar=self.metavar, nargs=self.nargs, type=self.kind, help=text)
         elif self.kind is bool:
@@ -71,7 +72,7 @@ class Flag:
                 shown = argparse.SUPPRESS if value == (self.default is True) else text
                 parser.add_argument(option, action="store_const", const=value, help=shown, **options)
         else:
-            options |= {"metavar": self.metavar, "nargs": self.nargs, "type": self.kind, "help": text}
+            options |= {"metavar": self.metavar, "nargs": nargs, "type": self.kind, "help": text}
             parser.add_argument(self.option, choices=self.choices, required=self.required, **options)
 
     def _list_switches(self) -> dict[str, bool]:

@@ -65,7 +65,7 @@ def inspect(
     """
     from plainvit.names import is_model
 
-    if is_model(model):
+    if is_model(model) and not Path(model).exists():
         given = given_pixel_flags(pixels) | ({} if heads is None else {"heads": heads})
         if given:
             flag = next(iter(given))

@@ -52,7 +52,8 @@ def export(
     loaded = None if source is None else exports.load_images(predictor, source, images)[0]
     folder, options = out or exports.default_folder(model), {"int8": int8, "uint8": input == "uint8"}
     written, checks = exports.export(predictor, loaded, format, folder, verify=not no_verify, **options)
-    value = {"written": [str(path) for path in written], "checks": exports.to_rows(checks)}
+    checked = [vars(check) | {"interval": check.interval} for check in checks]
+    value = {"written": [str(path) for path in written], "checks": checked}
     lines = Text("\n".join(f"written: {path}" for path in written))
     print_result(value, None if json else Group(exports.table(checks), lines) if checks else lines)
 
@@ -170,4 +171,5 @@ def serve(
         explain=not no_explain,
         limits=limits,
     )
-    server.make_server(server.load_app(settings, token=token, hosts=hosts), host, port, limits).run()
+    with server.bind_port(host, port) as bound:
+        server.make_server(server.load_app(settings, token=token, hosts=hosts), limits).run(sockets=[bound])
