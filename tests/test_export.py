@@ -34,6 +34,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "every layer": lambda: vit(torch.float32, posemb_at="every", norm_pooled=True),
     "post-norm": lambda: vit(torch.float32, posemb="sincos2d", norm="post"),
     "no head": lambda: vit(torch.float32, classes=0),
+    "class token and average": lambda: vit(torch.float32, pool="token+average"),
+    "EVA-02": lambda: vit(torch.float32, rotary="eva02", gated=True, activation="silu", norm_inner="mlp"),
+    "DINOv3": lambda: vit(torch.float32, rotary="dinov3", posemb="none", registers=4, block_bias="no_k"),
+    "BEiT": lambda: vit(torch.float32, posemb="bias", pool="average", norm_pooled=True),
+    "image-text": lambda: vit(torch.float32, projection=16, cosine_head=True, qk_norm=True),
     "hybrid": lambda: hybrid(torch.float32),
 }
 
@@ -43,7 +48,7 @@ def noise(model: Any, count: int) -> Tensor:
     return torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, 6))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, 9))
 def test_exports_equal_pytorch_for_any_batch_size(family: str, tmp_path: Path) -> None:
     """The reference is the model in float64."""
     model = FAMILIES[family]()

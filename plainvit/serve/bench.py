@@ -1,6 +1,6 @@
 """`plainvit bench`: latency, throughput, memory and accuracy of a model in several formats.
 
-Each format is exported, then measured in a new process, whose peak memory is its own.
+Each format is exported, then measured in a new process, so that its peak memory can be read.
 """
 
 import logging
@@ -97,11 +97,10 @@ def measure(
 def _measure_format(
     kind: str, file: Path, size: tuple[int, int], batches: Sequence[int], photos: Photos | None, seconds: float
 ) -> list[Row]:
-    """Runs in a process of its own."""
-    is_torch = kind == "torch"
-    model: Any = Predictor(file, device="cpu", preprocess=Preprocess()) if is_torch else open_graph(file)
-    has_head = not is_torch or model.classes
-    compute = model.logits if has_head and (is_torch or "logits" in model.about["outputs"]) else model.features
+    """Runs in its own process."""
+    model: Any = open_graph(file) if kind != "torch" else Predictor(file, device="cpu", preprocess=Preprocess())
+    has_head = "logits" in model.about["outputs"] if kind != "torch" else model.classes
+    compute = model.logits if has_head else model.features
     times = {batch: _time_batches(compute, batch, size, seconds) for batch in batches}
     accuracy: dict[str, Any] = {}
     if photos is not None and photos.right is not None:

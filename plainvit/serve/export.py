@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -58,11 +58,12 @@ class Check:
 
     @property
     def interval(self) -> tuple[float, float]:
+        """95 % interval of the fraction of images with the same top-1 class."""
         return wilson(self.agreeing, self.images)
 
 
 def find_images(source: str | Path, data: str, data_root: str | Path | None) -> Source:
-    """The images of --data or, of a run, those it was evaluated on. Without a test split, all will do."""
+    """The images of --data, or those that the run was evaluated on. Data without a test split is used whole."""
     if data:
         with contextlib.suppress(MissingSplitError):
             return inputs.find([data], data_root=data_root)
@@ -195,7 +196,3 @@ def table(checks: Sequence[Check]) -> "Table":
             (check.name, f"{check.megabytes:.1f}", f"{check.difference:.1e}", agreement, f"{low}-{high} %", speed)
         )
     return make_table(("format", "MB", "largest difference", "same top-1", "95 % interval", "images/s"), rows)
-
-
-def to_rows(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    return [vars(check) | {"interval": check.interval} for check in checks]
