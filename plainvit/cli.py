@@ -102,7 +102,7 @@ def _describe_error(error: Exception) -> str:
     """One line; operating system errors without their number."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error).splitlines()[0]
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _run_command(arguments: list[str]) -> None:

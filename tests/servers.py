@@ -11,18 +11,18 @@ import httpx
 from pictures import encode, photo
 
 from plainvit.evaluate.predictor import Predictor
-from plainvit.serve.app import make_app
+from plainvit.serve.app import Application
 from plainvit.serve.explain import Explainer
 from plainvit.serve.limits import Limits
-from plainvit.serve.server import LOOPBACK, make_server
+from plainvit.serve.server import LOOPBACK, bind_port, make_server
 from plainvit.serve.service import Service
 
 
 class Running:
     """A started server and a client of it."""
 
-    def __init__(self, service: Service, port: int) -> None:
-        self.service, self.port, self.address = service, port, f"http://127.0.0.1:{port}"
+    def __init__(self, app: Application, service: Service, port: int) -> None:
+        self.app, self.service, self.port, self.address = app, service, port, f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.address, timeout=30, trust_env=False)
 
     def post(self, path: str = "/predict", **options: Any) -> httpx.Response:
@@ -49,13 +49,13 @@ def serving(
 ) -> Iterator[Running]:
     limits = limits or Limits()
     service = Service(name, predictor, limits, backend)
-    app = make_app([service], {name: Explainer(predictor)}, token=token, hosts=LOOPBACK)
-    server = make_server(app, "127.0.0.1", 0, limits)
-    thread = threading.Thread(target=server.run, daemon=True)
+    app = Application([service], {name: Explainer(predictor)}, token=token, hosts=LOOPBACK)
+    server, bound = make_server(app, limits), bind_port("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
     while not server.started:
         thread.join(0.01)
-    running = Running(service, server.servers[0].sockets[0].getsockname()[1])
+    running = Running(app, service, bound.getsockname()[1])
     try:
         yield running
     finally:

@@ -90,6 +90,15 @@ def test_inspect_prints_the_intermediates_of_a_hybrid(capsys: Capture) -> None:
     assert "logits" in text
 
 
+def test_a_run_folder_may_have_the_name_of_a_model(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vit-small").mkdir()
+    plainvit.save(plainvit.create("ViT-Ti/16", image_size=32, classes=3), tmp_path / "vit-small" / "model.safetensors")
+    assert json.loads(printed(capsys, "inspect", "vit-small", "--json"))["settings"]["classes"] == 3
+
+
 # The command itself ---------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +129,14 @@ def test_an_error_of_the_system_is_printed_without_its_number(capsys: Capture, t
     assert error_line(capsys, *words) == f"plainvit: {tmp_path / 'none.txt'}: No such file or directory\n"
 
 
+def test_an_error_without_a_message_is_printed_by_its_type(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise TimeoutError
+
+    monkeypatch.setitem(COMMANDS, "models", fail)
+    assert error_line(capsys, "models") == "plainvit: TimeoutError\n"
+
+
 WRONG = {  # command: words that the line must name
     "modls": "'modls' models",
     "--verbose": "'--verbose'",
@@ -138,6 +155,7 @@ WRONG = {  # command: words that the line must name
     "recipes *nothing*": "'*nothing*'",
     "convert A B C --format timm": "'C' MODEL TARGET",
     "convert A B --format tim": "--format 'tim'",
+    "export A --format": "--format",
     "vtab A --init B --data-root C": "'A' flags",
     "train digits other": "'other' [RECIPE]",
     "train digit": "'digit' digits",
@@ -256,8 +274,8 @@ def test_help_shows_the_values_of_the_recipe(capsys: Capture) -> None:
     ("command", "usage"),
     [
         ("models", "[PATTERN]"),
-        ("paper", "[TABLE] [CARD ...]"),
-        ("compare", "CARD ..."),
+        ("paper", "[TABLE] [RUN ...]"),
+        ("compare", "RUN ..."),
         ("train", "[RECIPE]"),
         ("inspect", "MODEL"),
         ("data info", "DATA"),

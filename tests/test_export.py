@@ -34,6 +34,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "every layer": lambda: vit(torch.float32, posemb_at="every", norm_pooled=True),
     "post-norm": lambda: vit(torch.float32, posemb="sincos2d", norm="post"),
     "no head": lambda: vit(torch.float32, classes=0),
+    "class token and average": lambda: vit(torch.float32, pool="token+average"),
+    "EVA-02": lambda: vit(torch.float32, rotary="eva02", gated=True, activation="silu", norm_inner="mlp"),
+    "DINOv3": lambda: vit(torch.float32, rotary="dinov3", posemb="none", registers=4, block_bias="no_k"),
+    "BEiT": lambda: vit(torch.float32, posemb="bias", pool="average", norm_pooled=True),
+    "image-text": lambda: vit(torch.float32, projection=16, cosine_head=True, qk_norm=True),
     "hybrid": lambda: hybrid(torch.float32),
 }
 
@@ -43,7 +48,7 @@ def noise(model: Any, count: int) -> Tensor:
     return torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, 6))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, 9))
 def test_exports_equal_pytorch_for_any_batch_size(family: str, tmp_path: Path) -> None:
     """The reference is the model in float64."""
     model = FAMILIES[family]()
@@ -107,11 +112,14 @@ def test_what_cannot_be_exported_is_named() -> None:
             export(Predictor(model), noise(model, 4), [form], Path("none"), int8=True)
 
 
-def test_int8_quantizes_weights_per_channel_and_keeps_the_worst_layers(tmp_path: Path) -> None:
+def test_int8_quantizes_weights_per_channel_and_keeps_the_worst_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import onnx
 
+    monkeypatch.setattr(exports, "MIN_AGREEMENT", 0.0)
     model = vit(torch.float32)
-    (path,), checks = export(Predictor(model), noise(model, 8), ["onnx"], tmp_path, int8=True, min_agreement=0)
+    (path,), checks = export(Predictor(model), noise(model, 8), ["onnx"], tmp_path, int8=True)
     assert checks[1].images == 4  # the other half was used to calibrate
     graph = onnx.load(path).graph
     values = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
@@ -127,7 +135,7 @@ def test_int8_quantizes_weights_per_channel_and_keeps_the_worst_layers(tmp_path:
 def test_int8_of_published_weights_agrees_on_photos(data: str, tmp_path: Path) -> None:
     predictor = Predictor(real_data() / "weights" / "vit_ti16_augreg.safetensors", device="cpu")
     source = exports.find_images("", str(real_data() / data), None)
-    images = exports.load_images(predictor, source, 128)
+    images, _ = exports.load_images(predictor, source, 128)
     _, checks = export(predictor, images, ["onnx", "openvino"], tmp_path, int8=True)
     for check in checks[1:]:
         assert check.interval[1] > 0.95
@@ -152,6 +160,8 @@ def test_the_command_prints_checks_and_writes_next_to_it(
     found = json.loads(capsys.readouterr().out)
     assert found["written"] == ["exports/model/model.onnx"]
     assert [check["agreeing"] for check in found["checks"]] == [4, 4]
+    main(["export", "model.safetensors", "--no-verify", "--out", "unchecked"])
+    assert Path("unchecked/model.onnx").is_file()
     for flags in ([], ["--data", "nothing/"], ["--data", "photos", "--images", "1"]):
         with pytest.raises(SystemExit):
             main(["export", "model.safetensors", *flags])

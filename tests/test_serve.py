@@ -29,7 +29,7 @@ import plainvit
 from plainvit.cli import main
 from plainvit.config import About
 from plainvit.evaluate.predictor import Predictor
-from plainvit.serve.app import ROUTES
+from plainvit.serve.app import FILES
 from plainvit.serve.batcher import Batcher, DeadlineError
 from plainvit.serve.limits import Limits
 from plainvit.serve.server import TOKEN, check_access, split_name
@@ -120,13 +120,16 @@ def test_a_bad_image_fails_alone(server: Running, predictor: Predictor) -> None:
 
 
 @pytest.mark.parametrize("fault", [RuntimeError, SystemExit])  # the second would end the model's thread
-def test_an_image_that_the_model_fails_on_fails_alone(predictor: Predictor, fault: type) -> None:
+def test_an_image_that_the_model_fails_on_fails_alone(
+    predictor: Predictor, fault: type, caplog: pytest.LogCaptureFixture
+) -> None:
     bad = np.full((24, 40, 3), 13, np.uint8)
     with serving(predictor, backend=Gated(predictor, is_open=True, fault=fault)) as running:
         some = [*photos(3), encode(bad), *photos(3)]
         results = running.post(files=as_files(some)).json()["results"]
     assert [result.get("status", 200) for result in results] == [200, 200, 200, 500, 200, 200, 200]
     assert "fault of the model" not in results[3]["error"]  # internals are not shown to clients
+    assert "a fault of the model" in caplog.text
 
 
 def test_sixty_four_clients_each_get_their_own_answer(server: Running, predictor: Predictor) -> None:
@@ -182,6 +185,11 @@ def test_an_overloaded_server_rejects_at_once_and_recovers(predictor: Predictor)
         assert running.service.waiting == 0
 
 
+def test_an_idle_server_accepts_a_request_that_is_larger_than_its_queue(predictor: Predictor) -> None:
+    with serving(predictor, Limits(max_batch=4, max_queue=8)) as running:
+        assert len(probabilities(running.post(files=as_files(photos(12))))) == 12
+
+
 def test_an_image_past_its_deadline_is_dropped_without_computing_it() -> None:
     computed: list[Tensor] = []
 
@@ -205,8 +213,8 @@ GATED_SERVER = """
 import sys, time
 from pathlib import Path
 from plainvit.evaluate.predictor import Predictor
-from plainvit.serve.app import make_app
-from plainvit.serve.server import make_server
+from plainvit.serve.app import Application
+from plainvit.serve.server import bind_port, make_server
 from plainvit.serve.limits import Limits
 from plainvit.serve.service import Service
 
@@ -217,7 +225,8 @@ class Gated(Predictor):
         return super().logits(images)
 
 limits = Limits(max_batch=4, deadline=60)
-make_server(make_app([Service("gated", Gated(sys.argv[1], device="cpu"), limits)]), "127.0.0.1", 0, limits).run()
+app = Application([Service("gated", Gated(sys.argv[1], device="cpu"), limits)])
+make_server(app, limits).run(sockets=[bind_port("127.0.0.1", 0)])
 """
 
 
@@ -467,6 +476,10 @@ def test_every_answer_has_security_headers_and_no_version(server: Running) -> No
         assert not {"server", "access-control-allow-origin"} & set(response.headers)
 
 
+def test_a_link_on_another_site_opens_the_page(server: Running) -> None:
+    assert server.client.get("/", headers={"sec-fetch-site": "cross-site"}).is_success
+
+
 @pytest.mark.parametrize("headers", [{"host": "attacker.example"}, {"sec-fetch-site": "cross-site"}])
 def test_other_sites_cannot_use_a_local_server(server: Running, headers: dict[str, str]) -> None:
     assert server.post(content=photos(1)[0], headers=headers).status_code in (400, 403)
@@ -486,15 +499,26 @@ def test_metrics_count_requests_images_and_batches(predictor: Predictor) -> None
 
 def test_openapi_describes_every_route(server: Running) -> None:
     described = set(json.loads(server.client.get("/openapi.json").text)["paths"])
-    assert described == set(ROUTES) - {"/", "/page.css", "/page.js", "/openapi.json"}
+    assert described == set(server.app.routes) - set(FILES)
 
 
 def test_models_have_distinct_names() -> None:
     assert split_name("cats=runs/a") == ("cats", "runs/a")
     assert split_name("runs/a") == ("a", "runs/a")
     with pytest.raises(SystemExit) as end:
-        main(["serve", "runs/a", "other/a"])
+        main(["serve", "runs/a", "other/a", "--port", "0"])
     assert end.value.code == 2
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_port_that_cannot_be_used_is_an_error_before_models_are_loaded(
+    server: Running, is_used: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = str(server.port if is_used else 70_000)
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "runs/none", "--port", port])
+    assert end.value.code == 2
+    assert f"--port {port}" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_one_line_with_the_command_to_install_it(

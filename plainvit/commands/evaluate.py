@@ -5,6 +5,7 @@ from pathlib import Path
 
 from plainvit.commands.parsing import (
     ClassNames,
+    Data,
     InferenceFlags,
     Json,
     Model,
@@ -19,7 +20,7 @@ def evaluate(
     model: Model,
     /,
     *,
-    data: str,
+    data: Data,
     split: str = "",
     out: Path | None = None,
     class_names: ClassNames = None,
@@ -30,13 +31,11 @@ def evaluate(
 ) -> "Processes | None":
     """Measure the accuracy, calibration and errors of a model on a dataset.
 
-    The preprocessing is the model's own unless a flag changes it. imagenet-real, imagenet-v2, imagenet-a, imagenet-r
-    and imagenet-sketch follow their authors' protocol. The output folder holds a report, the figures,
-    card.json, which `plainvit compare` reads, and a row for each image in images.parquet.
+    The output folder holds a report, the figures, card.json, which `plainvit compare` reads, and images.parquet with a
+    row for each image. imagenet-real, imagenet-v2, imagenet-a, imagenet-r and imagenet-sketch follow their authors'
+    protocol.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
-        data: Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes
         split: Split to use: train, val or test; default: test, else the run's held-out images, else all
         out: Output folder; default: evaluations/MODEL-DATA-SPLIT-HASH
         devices: Number of processes on this machine, one per device (several machines: torchrun)
@@ -75,18 +74,18 @@ def evaluate(
     return None
 
 
-def compare(cards: tuple[Path, ...], /, *, json: Json = False) -> None:
+def compare(runs: tuple[Path, ...], /, *, json: Json = False) -> None:
     """Compare evaluations with the first one and test whether the differences are significant.
 
-    Two evaluations are compared on the images that both have, whatever their names and folders. Settings that differ
-    are listed, and published results are shown where known. Runs that differ only in the seed are also grouped: mean,
-    standard deviation, and the difference between groups with its interval.
+    Two evaluations are compared on the images that both have; file names may differ. Different settings are listed, and
+    published results are shown if known. Runs that differ only in the seed are also grouped: mean, standard deviation,
+    and the difference between groups with its interval.
 
     Args:
-        cards: Run folders or output folders of `plainvit evaluate`; all are compared with the first
+        runs: Run folders or output folders of `plainvit evaluate`; the first is compared with each of the others
     """
     from plainvit.evaluate import compare as comparison
     from plainvit.runtime.folder import finite
 
-    report = comparison.compare(cards)
+    report = comparison.compare(runs)
     print_result(finite(report), None if json else comparison.table(report))

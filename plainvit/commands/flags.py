@@ -21,7 +21,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
-from plainvit.commands.parsing import exit_with_error
+from plainvit.commands.parsing import PixelFlags, exit_with_error
 from plainvit.config import Config
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
@@ -64,6 +64,7 @@ class Flag:
         """Add it to a parser; a flag that is not given leaves no value."""
         text = self._describe().replace("%", "%%")
         options: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS}
+        nargs = "+" if self.nargs == "*" and not self.is_setting else self.nargs  # a setting of a recipe can be emptied
         if self.is_word:
             parser.add_argument(self.name, metavar=self.metavar, nargs=self.nargs, type=self.kind, help=text)
         elif self.kind is bool:
@@ -71,7 +72,7 @@ class Flag:
                 shown = argparse.SUPPRESS if value == (self.default is True) else text
                 parser.add_argument(option, action="store_const", const=value, help=shown, **options)
         else:
-            options |= {"metavar": self.metavar, "nargs": self.nargs, "type": self.kind, "help": text}
+            options |= {"metavar": self.metavar, "nargs": nargs, "type": self.kind, "help": text}
             parser.add_argument(self.option, choices=self.choices, required=self.required, **options)
 
     def _list_switches(self) -> dict[str, bool]:
@@ -227,7 +228,7 @@ def _spell(word: str) -> str:
 
 
 def _reject(word: str, command: str, flags: list[Flag], parser: argparse.ArgumentParser) -> NoReturn:
-    """Exit because of an argument that the command does not take, with what may have been meant."""
+    """Exit with an error about an unknown argument that names the closest known ones."""
     if not word.startswith("-"):
         taken = " ".join(str(flag.metavar) for flag in flags if flag.is_word) or "only flags"
         exit_with_error(f"unexpected argument {word!r}: {command} takes {taken}; switches take no value", 2)
@@ -263,6 +264,8 @@ def format_help(
     groups = {"": parser.add_argument_group("flags")}
     for flag in flags:
         title = "" if common else flag.name.rpartition(".")[0]
+        if flag.name in PixelFlags.__dataclass_fields__:
+            title = "preprocessing, in place of what the weights say"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         flag.add_to(parser if flag.is_word else groups[title])

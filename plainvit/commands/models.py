@@ -53,9 +53,9 @@ def inspect(
 ) -> None:
     """Describe a weights file, or every intermediate of a named model.
 
-    plainvit inspect runs/digits, or any weights: the settings of the model and where each comes from (shapes, a file
-    next to the weights, or the defaults of that library). plainvit inspect ViT-B/16: the shape, mean and standard
-    deviation of each intermediate, by the name that a Trace takes, as in model(images, Trace("block*/attention")).
+    For a run or weights: the settings of the model, and the source of each (shapes of the weights, a file next to them,
+    or the defaults of their library). For a name such as ViT-B/16: the shape, mean and standard deviation of each
+    intermediate, under its name in a Trace: model(images, Trace("block*/attention")).
 
     Args:
         model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights` or `plainvit models`
@@ -63,7 +63,7 @@ def inspect(
     """
     from plainvit.names import is_model
 
-    if is_model(model):
+    if is_model(model) and not Path(model).exists():
         given = given_pixel_flags(pixels) | ({} if heads is None else {"heads": heads})
         if given:
             flag = next(iter(given))

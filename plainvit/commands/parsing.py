@@ -19,7 +19,7 @@ Model = Annotated[str, "Run folder, weights file of any library, hf:org/name, or
 Data = Annotated[str, "Folder, list (labels.csv), shards, hf:org/dataset, known dataset, digits or shapes"]
 DataRoot = Annotated[Path | None, "Folder with the known datasets, each in a folder of its name"]
 Device = Annotated[str, "Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one"]
-Heads = Annotated[int | None, "Number of attention heads, if the file does not say it"]
+Heads = Annotated[int | None, "Number of attention heads, if the weights do not say it"]
 ImageSize = Annotated[int | None, "Height and width in pixels; the position embedding is resampled"]
 ClassNames = Annotated[Path | None, "File with the names of the model's classes: one per line, or a JSON list"]
 TextHead = Annotated[Path | None, "Classify by these text embeddings of class names (zero-shot; a .safetensors file)"]
@@ -38,9 +38,9 @@ class Processes(NamedTuple):
 class PixelFlags:
     """Preprocessing to use in place of what the weights file says."""
 
-    mean: tuple[float, ...] = ()  # Mean of the pixels in [0, 1]: one value or one per channel
-    std: tuple[float, ...] = ()  # Standard deviation of the pixels: one value or one each
-    resize: Literal["squash", "crop", "squash-crop"] | None = None  # Resize: ignore aspect, centre-crop, or both
+    mean: tuple[float, ...] = ()  # Mean that is subtracted from pixels in [0, 1]: one value or one per channel
+    std: tuple[float, ...] = ()  # Standard deviation that pixels are divided by: one value or one per channel
+    resize: Literal["squash", "crop", "squash-crop"] | None = None  # How to resize: ignore the aspect, crop, or both
     crop: float | None = None  # Side kept by the centre crop, as a fraction of the resized side
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None  # Interpolation when resizing
     antialias: Literal["on", "off"] | None = None  # Antialias when an image is made smaller (lanczos always does)
@@ -48,7 +48,7 @@ class PixelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceFlags(PixelFlags):
-    """How images are found, read and run through the model."""
+    """How images are read and run through the model."""
 
     batch: int = 64  # Images per forward pass
     image_size: ImageSize = None
@@ -67,7 +67,7 @@ class InferenceFlags(PixelFlags):
 
     @property
     def processes(self) -> int | None:
-        """--workers as the Python API takes it: None for -1."""
+        """--workers for the Python API: None in place of -1."""
         return None if self.workers < 0 else self.workers
 
 

@@ -10,26 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 from plainvit.commands import parsing
-from plainvit.commands.parsing import ClassNames, given_pixel_flags, print_result
+from plainvit.commands.parsing import ClassNames, Model, given_pixel_flags, print_result
 
 if TYPE_CHECKING:
     from plainvit.data.sources import Source
     from plainvit.evaluate.predict import Engine, PredictionJob, Summary
 
 MAX_PRINTED = 200  # images in a printed table; more need --out
-Model = Annotated[str, "Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`"]
-Inputs = Annotated[
-    tuple[str, ...],
-    "Files, folders, quoted globs, or a known dataset; - reads names from stdin",
-]
+Inputs = Annotated[tuple[str, ...], "Image files, folders, quoted globs, or a known dataset; - reads names from stdin"]
 Force = Annotated[bool, "Overwrite an existing file, or the parts of another job"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceFlags(parsing.InferenceFlags):
-    """How images are found, read and run through the model, here or on a cluster."""
+    """How images are read and run through the model, on this machine or on a cluster."""
 
-    #: Where to run: local is this machine; ray is a cluster whose machines see the inputs under the same paths
+    #: Where to run: on this machine, or on a Ray cluster whose machines see the images under the same paths
     engine: Literal["local", "ray"] = "local"
     #: Address of a running Ray cluster, HOST:PORT or auto; default: start one on this machine and stop it
     address: str | None = None
@@ -127,7 +123,7 @@ def embed(
 def _open_job(
     model: str, inputs: Sequence[str], top: int | None, flags: InferenceFlags, class_names: Path | None = None
 ) -> "Iterator[tuple[PredictionJob, Source, Engine]]":
-    """Find the images, then load the model: the images are the more likely to be missing."""
+    """Find the images, then load the model, which takes longer."""
     flags.check()
     if flags.address and flags.engine != "ray":
         raise ValueError("--address requires --engine ray")
@@ -153,7 +149,7 @@ def _open_job(
 def _predict_rows(
     job: "PredictionJob", source: "Source", engine: "Engine", stdout: TextIO | None, *, keep: bool
 ) -> "tuple[Summary, list[dict[str, Any]]]":
-    """Counts, and the rows if they are kept; with `stdout` each is printed as JSON as soon as it is predicted."""
+    """Counts, and with `keep` the rows; with `stdout` each row is printed as JSON as soon as it is predicted."""
     from plainvit.evaluate.predict import Summary, rows
 
     if len(source) > MAX_PRINTED and not stdout:

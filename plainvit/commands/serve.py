@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from plainvit.commands.parsing import Model, PixelFlags, given_pixel_flags, print_result
+from plainvit.commands.parsing import DataRoot, ImageSize, Json, Model, PixelFlags, given_pixel_flags, print_result
 
 if TYPE_CHECKING:
     from plainvit.evaluate.predictor import Predictor
@@ -19,33 +19,26 @@ def export(
     int8: bool = False,
     no_verify: bool = False,
     data: str = "",
-    data_root: Path | None = None,
+    data_root: DataRoot = None,
     images: int = 256,
-    min_agreement: float = 0.9,
-    image_size: int | None = None,
-    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
-    json: bool = False,
+    image_size: ImageSize = None,
+    pixels: PixelFlags,
+    json: Json = False,
 ) -> None:
-    """Write a model for ONNX Runtime, OpenVINO, torch.export or AOTInductor, checked against PyTorch.
+    """Write a model for ONNX Runtime, OpenVINO, torch.export or AOTInductor, compared with PyTorch.
 
-    One graph with the normalisation inside, for any batch size, with class names and preprocessing in its metadata.
-    Both models run on the same images; an export whose outputs differ is not written, and the exit code is 4. aoti
-    needs a C++ compiler and runs on machines like this one. int8 uses half of the images to measure activations.
+    An export is one graph for any batch size that includes the normalisation; class names and preprocessing are in its
+    metadata. Both models run on the same photos. If the outputs differ, nothing is written and the exit code is 4.
+    --int8 measures the ranges of activations on half of the photos and compares the other half.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
-        format: Formats to write: onnx, openvino, pt2 (torch.export) and aoti (AOTInductor)
+        format: Formats to write; aoti needs a C++ compiler and runs on machines like this one
         out: Output folder; default: RUN/exports, or exports/NAME
         input: Type of the input images: uint8, or floats in [0, 1]
         int8: Quantize weights and activations to 8 bits (onnx and openvino)
         no_verify: Write without comparing the outputs
         data: Photos to compare on: a folder, glob or dataset; default: the test images of the run
-        data_root: Folder with the known datasets, each in a folder of its name
         images: Number of photos, spread over the data
-        min_agreement: Fraction of photos on which an int8 export must predict the class that PyTorch does
-        image_size: Height and width in pixels; the position embedding is resampled
-        pixels: Preprocessing, if the file does not say it
-        json: Print JSON instead of a table
     """
     from rich.console import Group
     from rich.text import Text
@@ -56,16 +49,11 @@ def export(
         raise ValueError(f"--images must be at least 2, got {images}")
     source = None if no_verify and not int8 else exports.find_images(model, data, data_root)
     predictor = _load(model, image_size, pixels)
-    written, checks = exports.export(
-        predictor,
-        None if source is None else exports.load_images(predictor, source, images),
-        format,
-        out or exports.default_folder(model),
-        int8=int8,
-        uint8=input == "uint8",
-        min_agreement=0.0 if no_verify else min_agreement,
-    )
-    value = {"written": [str(path) for path in written], "checks": exports.to_rows(checks)}
+    loaded = None if source is None else exports.load_images(predictor, source, images)[0]
+    folder, options = out or exports.default_folder(model), {"int8": int8, "uint8": input == "uint8"}
+    written, checks = exports.export(predictor, loaded, format, folder, verify=not no_verify, **options)
+    checked = [vars(check) | {"interval": check.interval} for check in checks]
+    value = {"written": [str(path) for path in written], "checks": checked}
     lines = Text("\n".join(f"written: {path}" for path in written))
     print_result(value, None if json else Group(exports.table(checks), lines) if checks else lines)
 
@@ -85,28 +73,23 @@ def bench(
     batches: tuple[int, ...] = (1, 8, 32),
     seconds: float = 3.0,
     data: str = "",
-    data_root: Path | None = None,
+    data_root: DataRoot = None,
     images: int = 256,
-    image_size: int | None = None,
-    pixels: PixelFlags = PixelFlags(),  # noqa: B008 - it is frozen
-    json: bool = False,
+    image_size: ImageSize = None,
+    pixels: PixelFlags,
+    json: Json = False,
 ) -> None:
-    """Measure latency, speed, memory and accuracy of a model in several formats.
+    """Measure latency, speed, memory and accuracy of a model in several formats on this machine.
 
-    Each format runs in a process of its own. Latency is that of one batch: median and 99th percentile.
+    The latency is that of one batch: median and 99th percentile. Each format runs in its own process.
 
     Args:
-        model: Run folder, weights file of any library, hf:org/name, or name from `plainvit weights`
-        format: Formats to measure: torch, onnx, openvino, pt2 and aoti
+        format: Formats to measure
         int8: Also measure int8 for onnx and openvino; needs --data or a run
         batches: Batch sizes
         seconds: Time to measure each format at each batch size
         data: Labelled photos for the accuracy: a folder or a dataset; default: the test images of the run
-        data_root: Folder with the known datasets, each in a folder of its name
         images: Number of photos, spread over the data
-        image_size: Height and width in pixels; the position embedding is resampled
-        pixels: Preprocessing, if the file does not say it
-        json: Print JSON instead of a table
     """
     from plainvit.serve import bench as measurements
 
@@ -130,7 +113,7 @@ def serve(
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     device: str = "auto",
     neighbours: str = "",
-    data_root: Path | None = None,
+    data_root: DataRoot = None,
     no_explain: bool = False,
     max_batch: int = 32,
     max_queue: int = 256,
@@ -138,32 +121,32 @@ def serve(
     max_megapixels: float = 25.0,
     deadline: float = 10.0,
 ) -> None:
-    """Serve models over HTTP, with a page to try them: POST /predict, /embed and /explain.
+    """Serve models over HTTP, with a web page to try them: POST /predict, /embed and /explain.
 
-    Binds to this machine only. Another --host needs the environment variable PLAINVIT_TOKEN, which clients send as
-    `Authorization: Bearer TOKEN`, or --no-auth. SIGTERM answers everything that was accepted, then ends.
+    Only programs on this machine can connect. For other machines, set --host and a token in the environment variable
+    PLAINVIT_TOKEN, which clients send as `Authorization: Bearer TOKEN`. SIGTERM answers every accepted request, then
+    ends the server.
 
     Args:
-        models: Run folders or weights, each MODEL or NAME=MODEL; the first is the default
-        host: IP address to bind to
+        models: Run folders or weights, each as MODEL or NAME=MODEL; the first is the default of ?model=NAME
+        host: IP address to listen on; 0.0.0.0 for all
         port: TCP port
-        no_auth: Let anybody who can connect use the server
-        backend: What computes: torch, onnx or openvino; auto measures those that are installed and takes the fastest
-        precision: Precision of the computation; auto: bf16 on a GPU, and on a CPU where it agrees and is faster
-        device: Device of torch: cpu, cuda, cuda:1; auto picks a GPU if there is one
-        neighbours: Training photos among which the page shows the nearest: a folder or a dataset
-        data_root: Folder with the known datasets, each in a folder of its name
-        no_explain: Turn off /explain, which needs PyTorch in addition to the backend
-        max_batch: Images per forward pass
-        max_queue: Images that may wait; further requests get status 429
-        max_megabytes: Largest request
-        max_megapixels: Largest image
-        deadline: Seconds in which a request must be answered
+        no_auth: Allow another --host without a token: anybody who can connect may use the server
+        backend: Library that runs the model; auto measures the installed ones and takes the fastest
+        precision: Precision of the computation; auto: bf16 on a GPU, and on a CPU if it agrees with fp32 and is faster
+        device: Device of PyTorch: cpu, cuda, cuda:1; auto picks a GPU if there is one
+        neighbours: Training photos for "nearest training photos" on the page: a folder or a dataset
+        no_explain: Turn off /explain (attention maps) and the calibrated confidence
+        max_batch: Largest number of images per forward pass
+        max_queue: Largest number of waiting images; further requests get status 429
+        max_megabytes: Largest size of a request
+        max_megapixels: Largest number of pixels of an image, in millions
+        deadline: Seconds until a request that is not answered gets status 503
     """
     from plainvit.serve import require
 
     if not models:
-        raise ValueError("no MODEL given: name a run folder or weights")
+        raise ValueError("no MODEL given: plainvit serve RUN")
     require("serve", "starlette", "uvicorn", "prometheus_client")
     from plainvit.serve import server
     from plainvit.serve.limits import Limits
@@ -188,4 +171,5 @@ def serve(
         explain=not no_explain,
         limits=limits,
     )
-    server.make_server(server.load_app(settings, token=token, hosts=hosts), host, port, limits).run()
+    with server.bind_port(host, port) as bound:
+        server.make_server(server.load_app(settings, token=token, hosts=hosts), limits).run(sockets=[bound])

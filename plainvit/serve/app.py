@@ -1,6 +1,6 @@
 """The HTTP application: `POST /predict`, `/embed` and `/explain`, health, metrics, OpenAPI and the page.
 
-    app = make_app([service], token="")       # any ASGI server runs it
+    app = Application([service])       # any ASGI server runs it
 
 A request is one photo as its body, several as multipart/form-data, or JSON with base64. Clients choose among models by
 the names given at start; no path and no address from a client is ever opened.
@@ -11,20 +11,19 @@ import base64
 import binascii
 import hmac
 import json
+import logging
 import mimetypes
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from torch import Tensor, stack
 
 from plainvit.data.decode import ImageError
@@ -32,11 +31,12 @@ from plainvit.errors import NonFiniteError
 from plainvit.serve.batcher import DeadlineError, OverloadError
 from plainvit.serve.explain import Explainer
 from plainvit.serve.limits import FormatError, SizeError
-from plainvit.serve.metrics import Metrics
 from plainvit.serve.service import Service
 
 PAGE = Path(__file__).with_name("page")
-CURL_DEFAULT = "application/x-www-form-urlencoded"  # what `curl --data-binary` says of any file
+FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/openapi.json": "openapi.json"}
+OPEN = ("/", "/page.css", "/page.js", "/healthz", "/readyz")  # no data of the model: they need no token
+CURL_DEFAULT = "application/x-www-form-urlencoded"  # the content type of `curl --data-binary` for any file
 MAX_EXPLAINED = 4  # requests to /explain that wait; each needs a backward pass
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -47,7 +47,8 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-# Status of an exception; the first that matches. All else is a fault of the server.
+ENCODED_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+# Status of an exception; the first that matches. All others are errors of the server.
 STATUS: list[tuple[type[BaseException], int]] = [
     (FormatError, 415),
     (SizeError, 413),
@@ -56,15 +57,88 @@ STATUS: list[tuple[type[BaseException], int]] = [
     (OverloadError, 429),
     (NonFiniteError, 500),
 ]
+Handler = Callable[[Request], Awaitable[Response]]
+log = logging.getLogger("plainvit")
 
 
-class Server:
-    """The routes, for a fixed set of models."""
+class Application:
+    """The ASGI application of a fixed set of models.
 
-    def __init__(self, services: Sequence[Service], explainers: dict[str, Explainer]) -> None:
+    `hosts` are the accepted Host headers, all if empty; a token protects everything except the page and health checks.
+    Only HTTP is handled: run it with lifespan and WebSocket support turned off.
+    """
+
+    def __init__(
+        self,
+        services: Sequence[Service],
+        explainers: dict[str, Explainer] | None = None,
+        *,
+        token: str = "",
+        hosts: Sequence[str] = (),
+    ) -> None:
         self.services = {service.name: service for service in services}
-        self.explainers = explainers
-        self.explaining, self.explainer_thread = 0, ThreadPoolExecutor(1, "explain")
+        self.metrics = services[0].metrics
+        self.explainers, self.explaining = explainers or {}, 0
+        self.explainer_thread = ThreadPoolExecutor(1, "explain")
+        self.token, self.hosts = token.encode(), hosts
+        self.routes: dict[str, tuple[str, Handler]] = {
+            "/predict": ("POST", self.predict),
+            "/embed": ("POST", self.embed),
+            "/explain": ("POST", self.explain),
+            "/models": ("GET", self.list_models),
+            "/metrics": ("GET", self.get_metrics),
+            "/healthz": ("GET", self.get_health),
+            "/readyz": ("GET", self.get_health),
+            **{path: ("GET", _make_file_handler(PAGE / name)) for path, name in FILES.items()},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, start = Request(scope, receive), time.monotonic()
+        response = await self.respond(request)
+        response.raw_headers += ENCODED_HEADERS
+        if re.fullmatch(r"[\w.-]{1,64}", identity := request.headers.get("x-request-id", "")):
+            response.headers["x-request-id"] = identity
+        path = scope["path"] if scope["path"] in self.routes else "other"
+        self.metrics.requests.labels(path, response.status_code).inc()
+        if scope["method"] == "POST":
+            self.metrics.request_seconds.labels(path).observe(time.monotonic() - start)
+        await response(scope, receive, send)
+
+    async def respond(self, request: Request) -> Response:
+        """The response of the route, or that of an error."""
+        try:
+            self.check_access(request)
+            path = request.scope["path"]
+            if path not in self.routes:
+                raise HTTPException(404, f"there is no {path[:80]}; /openapi.json describes the API")
+            method, handle = self.routes[path]
+            if request.method != method and (request.method, method) != ("HEAD", "GET"):
+                raise HTTPException(405, f"use {method} for {path}", {"allow": method})
+            return await handle(request)
+        except HTTPException as error:
+            return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+        except Exception as error:
+            status = _find_status(error)
+            if status == 500:
+                log.exception("%s failed", request.scope["path"])
+            return JSONResponse({"error": _describe(error)}, status, _retry_header(status, error))
+
+    def check_access(self, request: Request) -> None:
+        """Raises the error of a request that is not allowed."""
+        headers = request.headers
+        if {"content-length", "transfer-encoding"} <= set(headers):  # a proxy may use the other length
+            message = "the request has both content-length and transfer-encoding"
+            raise HTTPException(400, message, {"connection": "close"})
+        host = re.sub(r":\d+$", "", headers.get("host", "")).strip("[]").lower()
+        if self.hosts and host not in self.hosts:  # a web page can give its own host name the address of this machine
+            raise HTTPException(400, "the Host header must name this machine, such as localhost")
+        if request.scope["path"] in OPEN:
+            return
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise HTTPException(403, "requests from other sites are not allowed")
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if self.token and not hmac.compare_digest(given.encode(), self.token):
+            raise HTTPException(401, "a token is required: send the header `Authorization: Bearer TOKEN`")
 
     def find_service(self, request: Request) -> Service:
         name = request.query_params.get("model", next(iter(self.services)))
@@ -76,32 +150,35 @@ class Server:
         service, k = self.find_service(request), _parse_number(request, "k", 5, 1, 1000)
         if not service.predictor.classes:
             raise HTTPException(404, "this model has no head and predicts no classes: use /embed")
-        results = await self.answer(request, service, "logits")
+        results = await self.compute(request, service, "logits")
         good = [row for row in results if isinstance(row, Tensor)]
         answers = iter(self.name_classes(service, stack(good), min(k, service.predictor.classes)) if good else ())
         return _respond(service, results, [next(answers) if isinstance(row, Tensor) else None for row in results])
 
     def name_classes(self, service: Service, logits: Tensor, k: int) -> list[dict[str, Any]]:
+        """The k most probable classes of each row of logits, and how often similar predictions were right."""
         best, names = logits.softmax(-1).topk(k), service.predictor.class_names
-        explainer, found = self.explainers.get(service.name), []
+        explainer, answers = self.explainers.get(service.name), []
         for values, classes in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             pairs = zip(values, classes, strict=True)
-            top = [{"label": names[at], "probability": value, "class": at} for value, at in pairs]
-            similar = explainer.describe_confidence(values[0]) if explainer else None
-            found.append({"predictions": top} | ({"confidence": similar} if similar else {}))
-        return found
+            answers.append(
+                {"predictions": [{"label": names[at], "probability": value, "class": at} for value, at in pairs]}
+            )
+            if explainer and (confidence := explainer.describe_confidence(values[0])):
+                answers[-1]["confidence"] = confidence
+        return answers
 
     async def embed(self, request: Request) -> Response:
         service = self.find_service(request)
-        results = await self.answer(request, service, "features")
+        results = await self.compute(request, service, "features")
         answers = [{"features": row.tolist()} if isinstance(row, Tensor) else None for row in results]
         return _respond(service, results, answers)
 
-    async def answer(self, request: Request, service: Service, output: str) -> list[Tensor | BaseException]:
+    async def compute(self, request: Request, service: Service, output: str) -> list[Tensor | BaseException]:
+        """The logits or features of each photo of a request, or the exception of a photo that failed."""
         deadline = time.monotonic() + service.limits.deadline
-        service.admit()  # before the body is read: a busy server answers at once
-        photos = await read_photos(request, service)
-        return await service.run(output, photos, deadline)
+        service.admit()  # before the body is read: a busy server rejects at once
+        return await service.run(output, await read_photos(request, service), deadline)
 
     async def explain(self, request: Request) -> Response:
         service = self.find_service(request)
@@ -123,19 +200,26 @@ class Server:
             self.explaining -= 1
         return JSONResponse({"model": service.name, **found})
 
-    async def models(self, _: Request) -> Response:
+    async def list_models(self, _: Request) -> Response:
         found = [(name, service.predictor) for name, service in self.services.items()]
         rows = [{"name": name, "classes": one.classes, "image_size": list(one.size)} for name, one in found]
         return JSONResponse({"models": rows})
 
-    async def healthz(self, _: Request) -> Response:
-        return PlainTextResponse("ok\n")
+    async def get_health(self, _: Request) -> Response:
+        return PlainTextResponse("ok\n")  # also of /readyz: the models are loaded before the port is opened
 
-    readyz = healthz  # the models are loaded before the port is opened
+    async def get_metrics(self, _: Request) -> Response:
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    async def metrics(self, _: Request) -> Response:
-        text = next(iter(self.services.values())).metrics.render()
-        return Response(text, media_type="text/plain; version=0.0.4")
+
+def _make_file_handler(path: Path) -> Handler:
+    """Not a FileResponse: while it sends, uvicorn reads on, and a client that reads nothing would fill the memory."""
+    content, kind = path.read_bytes(), mimetypes.guess_type(path.name)[0]
+
+    async def send_file(_: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return send_file
 
 
 def _parse_number(request: Request, name: str, default: int, first: int, last: int) -> int:
@@ -150,20 +234,25 @@ def _respond(service: Service, results: Sequence[Any], answers: Sequence[dict[st
     entries = []
     for result, answer in zip(results, answers, strict=True):
         service.metrics.images.labels(service.name, "failed" if answer is None else "answered").inc()
-        entries.append(answer if answer is not None else {"error": _say(result), "status": _status(result)})
-    status = 200 if any(answer is not None for answer in answers) else entries[0]["status"]
-    headers = {"retry-after": "1"} if status in (429, 503) else None
-    return JSONResponse({"model": service.name, "results": entries}, status, headers)
+        entries.append(answer or {"error": _describe(result), "status": _find_status(result)})
+        if entries[-1].get("status") == 500:
+            log.error("%s failed on an image", service.name, exc_info=result)
+    status = 200 if any(answers) else entries[0]["status"]
+    return JSONResponse({"model": service.name, "results": entries}, status, _retry_header(status))
 
 
-def _status(error: BaseException) -> int:
+def _find_status(error: BaseException) -> int:
     return next((status for kind, status in STATUS if isinstance(error, kind)), 500)
 
 
-def _say(error: BaseException) -> str:
-    """The message of an error that a client may see; others are logged by the server alone."""
-    known = any(isinstance(error, kind) for kind, _ in STATUS)
-    return str(error).splitlines()[0] if known and str(error) else "the server could not process this image"
+def _describe(error: BaseException) -> str:
+    """The message that a client may see; unknown errors are only logged."""
+    is_known = isinstance(error, tuple(kind for kind, _ in STATUS))
+    return str(error).splitlines()[0] if is_known and str(error) else "the server could not process this"
+
+
+def _retry_header(status: int, error: BaseException | None = None) -> dict[str, str] | None:
+    return {"retry-after": str(round(getattr(error, "seconds", 1.0)))} if status in (429, 503) else None
 
 
 # Requests -------------------------------------------------------------------------------------------------------------
@@ -248,99 +337,3 @@ def _parse_json(body: bytes, most: int) -> list[bytes]:
         return [base64.b64decode(text, validate=True) for text in texts]
     except (binascii.Error, ValueError) as error:
         raise HTTPException(422, "an image is not valid base64; addresses and paths are not opened") from error
-
-
-# Around every request -------------------------------------------------------------------------------------------------
-
-
-class Guard:
-    """Checks who asks, adds the security headers, echoes x-request-id, and counts."""
-
-    def __init__(self, app: ASGIApp, *, token: str, hosts: Sequence[str], metrics: Metrics) -> None:
-        self.app, self.token, self.hosts, self.metrics = app, token.encode(), hosts, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        request, start = Request(scope), time.monotonic()
-        extra = dict(HEADERS)
-        if re.fullmatch(r"[\w.-]{1,64}", identity := request.headers.get("x-request-id", "")):
-            extra["x-request-id"] = identity
-
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                pairs = ((name.encode(), value.encode()) for name, value in extra.items())
-                message["headers"] = [*message["headers"], *pairs]
-                path = request.url.path if request.url.path in ROUTES else "other"
-                self.metrics.requests.labels(path, message["status"]).inc()
-                if path in ("/predict", "/embed", "/explain"):
-                    self.metrics.request_seconds.labels(path).observe(time.monotonic() - start)
-            await send(message)
-
-        refusal = self.refuse(request)
-        await (refusal or self.app)(scope, receive, send_guarded)
-
-    def refuse(self, request: Request) -> Response | None:
-        """The response to a request that is not allowed; None for the others."""
-        if {"content-length", "transfer-encoding"} <= set(request.headers):  # two lengths: a proxy may take the other
-            return _error(400, "the request has both content-length and transfer-encoding", {"connection": "close"})
-        host = re.sub(r":\d+$", "", request.headers.get("host", "")).strip("[]").lower()
-        if self.hosts and host not in self.hosts:  # a web page could reach a local server by a name of its own
-            return _error(400, "the host is not served here")
-        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            return _error(403, "requests from other sites are not allowed")
-        is_open = request.url.path in ("/", "/page.css", "/page.js", "/healthz", "/readyz")  # no data of the model
-        if self.token and not is_open:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.token):
-                return _error(401, "a token is required: send the header `Authorization: Bearer TOKEN`")
-        return None
-
-
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse({"error": message}, status, headers)
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _error(error.status_code, error.detail, dict(error.headers or {}))
-
-
-async def _known_error(_: Request, error: Exception) -> Response:
-    seconds = getattr(error, "seconds", 1.0)
-    headers = {"retry-after": str(round(seconds))} if _status(error) in (429, 503) else None
-    return _error(_status(error), _say(error), headers)
-
-
-def _serve_file(path: Path) -> Any:
-    """Not a FileResponse: while it sends, uvicorn reads on, and a client that reads nothing would fill the memory."""
-    content, kind = path.read_bytes(), mimetypes.guess_type(path.name)[0]
-
-    async def send_file(_: Request) -> Response:
-        return Response(content, media_type=kind)
-
-    return send_file
-
-
-FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/openapi.json": "openapi.json"}
-ROUTES = ("/predict", "/embed", "/explain", "/models", "/healthz", "/readyz", "/metrics", *FILES)
-
-
-def make_app(
-    services: Sequence[Service],
-    explainers: dict[str, Explainer] | None = None,
-    *,
-    token: str = "",
-    hosts: Sequence[str] = (),
-) -> ASGIApp:
-    """The application. `hosts` are the accepted Host headers, all if empty; a token protects all but the page."""
-    server = Server(services, explainers or {})
-
-    posted, shown = ("predict", "embed", "explain"), ("models", "metrics", "healthz", "readyz")
-    routes = [Route(f"/{name}", getattr(server, name), methods=["POST"]) for name in posted]
-    routes += [Route(f"/{name}", getattr(server, name)) for name in shown]
-    routes += [Route(path, _serve_file(PAGE / name)) for path, name in FILES.items()]
-    handlers: dict[Any, Any] = {HTTPException: _http_error, **{kind: _known_error for kind, _ in STATUS}}
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    return Guard(app, token=token, hosts=hosts, metrics=services[0].metrics)

@@ -1,4 +1,4 @@
-"""What computes the outputs of a served model: PyTorch, ONNX Runtime or OpenVINO, whichever is fastest here.
+"""The library that runs a served model: PyTorch, ONNX Runtime or OpenVINO, whichever is fastest on this machine.
 
     name, backend, speeds = choose_backend(Predictor("runs/photos"), "auto", "auto")
     backend.logits(images)
@@ -34,7 +34,7 @@ log = logging.getLogger("plainvit")
 
 
 class Backend(Protocol):
-    """What a batcher calls; a Predictor is one."""
+    """The methods that a batcher calls, such as those of a Predictor."""
 
     def logits(self, images: Tensor) -> Tensor: ...
     def features(self, images: Tensor) -> Tensor: ...
@@ -43,7 +43,7 @@ class Backend(Protocol):
 def choose_backend(
     predictor: Predictor, name: Name = "auto", precision: Literal["auto", "fp32", "bf16"] = "auto"
 ) -> tuple[str, Backend, dict[str, float]]:
-    """The fastest of the allowed backends: its name, itself, and the images/s of all that were measured."""
+    """The fastest of the allowed backends: its name, the backend, and images/s of all that were measured."""
     if predictor.device != "cpu":
         if name not in ("auto", "torch"):
             raise ValueError(f"--backend {name} runs on a CPU, but the device is {predictor.device}: use --device cpu")

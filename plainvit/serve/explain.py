@@ -8,7 +8,6 @@ explain the PyTorch model, whichever backend predicts.
 """
 
 import base64
-import functools
 import io
 from pathlib import Path
 from typing import Any
@@ -47,21 +46,14 @@ class Explainer:
             self.known = extract(predictor, self.source, cache=default_cache())
             self.known.features = F.normalize(self.known.features, dim=-1)
 
-    @functools.cached_property
-    def missing_maps(self) -> str:
-        """Why the model has no maps; "" if it has."""
-        try:
-            require_global_attention(self.predictor.model)
-        except ValueError as error:
-            return str(error)
-        return ""
-
     def explain(self, image: Tensor, label: int | None = None) -> dict[str, Any]:
-        """Everything about one image, uint8 [3, H, W]; `label` is the class of the gradient-weighted map."""
+        """Maps and neighbours of one image, uint8 [3, H, W]; `label` is the class of the gradient-weighted map."""
         found: dict[str, Any] = {"image": encode_image(image, "PNG"), "neighbours": self.find_neighbours(image)}
-        if self.missing_maps:
-            return found | {"missing_maps": self.missing_maps}
         model, batch = self.predictor.model, image[None].to(self.predictor.device)
+        try:
+            require_global_attention(model)
+        except ValueError as error:
+            return found | {"missing_maps": str(error)}
         maps = attention_maps(model, batch)[0]  # [L, H, h, w]
         found |= {"layers": maps.shape[0], "heads": maps.shape[1], "grid": list(maps.shape[2:])}
         with_mean = torch.cat((maps.mean(1, keepdim=True), maps), 1)  # [L, 1 + H, h, w]
@@ -71,7 +63,7 @@ class Explainer:
         return found
 
     def describe_confidence(self, probability: float) -> dict[str, Any] | None:
-        """How often predictions of similar probability were right on evaluated photos; None if that is not known."""
+        """How often predictions of similar probability were right; None without evaluated photos."""
         if self.calibration is None:
             return None
         probabilities, right = self.calibration

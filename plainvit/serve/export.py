@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TOLERANCE = 1e-4  # of logits; relative for those above 1
-MIN_AGREEMENT = 0.9  # of top-1 classes of an int8 export
+MIN_AGREEMENT = 0.9  # fraction of images on which an int8 export must predict the class that PyTorch does
 BATCH = 16
 log = logging.getLogger("plainvit")
 
@@ -58,11 +58,12 @@ class Check:
 
     @property
     def interval(self) -> tuple[float, float]:
+        """95 % interval of the fraction of images with the same top-1 class."""
         return wilson(self.agreeing, self.images)
 
 
 def find_images(source: str | Path, data: str, data_root: str | Path | None) -> Source:
-    """The images of --data or, of a run, those it was evaluated on. Without a test split, all will do."""
+    """The images of --data, or those that the run was evaluated on. Data without a test split is used whole."""
     if data:
         with contextlib.suppress(MissingSplitError):
             return inputs.find([data], data_root=data_root)
@@ -73,17 +74,18 @@ def find_images(source: str | Path, data: str, data_root: str | Path | None) -> 
     return choose_split(source, stored["data"], "", data_root or stored.get("data_root"))
 
 
-def load_images(predictor: Predictor, source: Source, count: int) -> Tensor:
-    """Up to `count` readable images, spread evenly over the source: uint8 [N, 3, H, W]."""
-    found, reason = [], ""
-    for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)):
+def load_images(predictor: Predictor, source: Source, count: int) -> tuple[Tensor, list[int]]:
+    """Up to `count` readable images, spread evenly over the source: uint8 [N, 3, H, W], and their positions."""
+    images, positions, reason = [], [], ""
+    for index in np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int).tolist():
         try:
-            found.append(predictor.load_image(source.read(int(index))))
+            images.append(predictor.load_image(source.read(index)))
+            positions.append(index)
         except (ImageError, OSError) as error:
-            reason = f"{source.name(int(index))}: {error}"
-    if not found:
+            reason = f"{source.name(index)}: {error}"
+    if not images:
         raise DataError(f"no image of {source.spec or 'the data'} can be read: {reason}")
-    return torch.stack(found)
+    return torch.stack(images), positions
 
 
 def export(
@@ -94,19 +96,24 @@ def export(
     *,
     int8: bool = False,
     uint8: bool = True,
-    min_agreement: float = MIN_AGREEMENT,
+    verify: bool = True,
 ) -> tuple[list[Path], list[Check]]:
-    """Writes each format into the folder and compares it with PyTorch on `images`, unless that is None."""
+    """Writes each format into the folder and, with `verify`, compares it with PyTorch on `images` first.
+
+    int8 exports are calibrated on every second image and compared on the others.
+    """
     if int8 and (wrong := set(formats) - {"onnx", "openvino"}):
         raise ValueError(f"--int8 is not supported for --format {' '.join(sorted(wrong))}: use onnx or openvino")
     if int8 and (images is None or len(images) < 2):
         raise ValueError("--int8 needs at least two images to calibrate on: use --data")
     make_folder(folder)
-    calibration, images = (images[::2], images[1::2]) if int8 and images is not None else (None, images)
-    about = describe(predictor, uint8)
-    program = trace_program(predictor.model, uint8)
-    checks = [_check(predictor, predictor, images, "torch fp32", _count_bytes(predictor))] if images is not None else []
-    written = []
+    calibration, compared = (images[::2], images[1::2]) if int8 and images is not None else (None, images)
+    about, program = describe(predictor, uint8), trace_program(predictor.model, uint8)
+    written, checks = [], []
+    if verify:
+        assert compared is not None
+        size = sum(weight.nbytes for weight in predictor.model.parameters())
+        checks.append(_check(predictor, predictor, compared, "torch fp32", size))
     for kind in formats:
         name = f"model{'.int8' * int8}{SUFFIXES[kind]}"
         with TemporaryDirectory(dir=folder, prefix=".export-") as temporary:
@@ -117,16 +124,13 @@ def export(
                 write_int8(predictor, calibration, file, kind, about)
             else:
                 write_graph(program, file, kind, about)
-            if images is not None:
+            if compared is not None and verify:
                 size = sum(part.stat().st_size for part in file.parent.iterdir())
-                checks.append(_check(predictor, open_graph(file), images, f"{kind} {'int8' if int8 else 'fp32'}", size))
-                _require_agreement(checks[-1], int8, min_agreement)
+                name = f"{kind} {'int8' if int8 else 'fp32'}"
+                checks.append(_check(predictor, open_graph(file), compared, name, size))
+                _require_agreement(checks[-1], int8)
             written += _move(file, folder)
     return written, checks
-
-
-def _count_bytes(predictor: Predictor) -> int:
-    return sum(weight.nbytes for weight in predictor.model.parameters())
 
 
 def _move(file: Path, folder: Path) -> list[Path]:
@@ -154,11 +158,11 @@ def _check(reference: Predictor, tested: Predictor | Graph, images: Tensor, name
     return Check(name, size / 1e6, len(images), worst, tolerance, int(agreeing.sum()), len(images) / seconds)
 
 
-def _require_agreement(check: Check, int8: bool, min_agreement: float) -> None:
-    if int8 and check.agreeing < min_agreement * check.images:
+def _require_agreement(check: Check, int8: bool) -> None:
+    if int8 and check.agreeing < MIN_AGREEMENT * check.images:
         raise DisagreementError(
             f"{check.name} predicts the same class as PyTorch for {check.agreeing} of {check.images} images, below "
-            f"--min-agreement {min_agreement:g}: it is not written; calibrate on more or other images with --data"
+            f"{MIN_AGREEMENT:.0%}: it is not written; use more or other images with --data, or --no-verify"
         )
     if not int8 and not check.difference <= check.tolerance:
         raise DisagreementError(
@@ -192,7 +196,3 @@ def table(checks: Sequence[Check]) -> "Table":
             (check.name, f"{check.megabytes:.1f}", f"{check.difference:.1e}", agreement, f"{low}-{high} %", speed)
         )
     return make_table(("format", "MB", "largest difference", "same top-1", "95 % interval", "images/s"), rows)
-
-
-def to_rows(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    return [vars(check) | {"interval": check.interval} for check in checks]

@@ -1,4 +1,4 @@
-"""What the server accepts: sizes, formats and times; each photo is checked by its first bytes, before it is decoded."""
+"""Limits of sizes and times, and the check of a photo before it is decoded."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class Limits:
 
 
 def check_photo(photo: bytes, max_pixels: int) -> None:
-    """Raises an ImageError for what the server does not decode, from the first bytes and the header alone."""
+    """Raises an ImageError for a photo that the server does not decode; only its header is read."""
     if not photo:
         raise ImageError("the image is empty")
     if not photo.startswith(SIGNATURES) and not (photo[:4] == b"RIFF" and photo[8:12] == b"WEBP"):

@@ -5,10 +5,12 @@ this machine can connect.
 """
 
 import contextlib
+import gc
 import ipaddress
 import logging
 import os
 import resource
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,10 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from plainvit.evaluate.predictor import Predictor
-from plainvit.serve.app import make_app
+from plainvit.serve.app import Application
 from plainvit.serve.backends import Name, choose_backend
 from plainvit.serve.explain import Explainer
 from plainvit.serve.limits import Limits
@@ -47,14 +48,14 @@ class Settings:
 
 
 def split_name(word: str) -> tuple[str, str]:
-    """NAME=MODEL -> (NAME, MODEL); the name of a MODEL alone is its last part."""
+    """NAME=MODEL -> (NAME, MODEL); without NAME=, the name is the last part of the path."""
     name, equals, model = word.partition("=")
     if equals and not Path(word).exists():
         return name, model
     return Path(word).name.removesuffix(".safetensors") or word, word
 
 
-def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) -> ASGIApp:
+def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) -> Application:
     """Loads every model and makes the application."""
     metrics, services, explainers = Metrics(), [], {}
     names = [split_name(word) for word in settings.models]
@@ -69,11 +70,13 @@ def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) 
         services.append(Service(name, predictor, settings.limits, backend, metrics))
         if settings.explain:
             explainers[name] = Explainer(predictor, settings.neighbours, settings.data_root)
-    return make_app(services, explainers, token=token, hosts=hosts)
+    gc.collect()
+    gc.freeze()  # a full collection would look at all objects of the libraries: a pause of 150 ms
+    return Application(services, explainers, token=token, hosts=hosts)
 
 
 def check_access(host: str, no_auth: bool) -> tuple[str, Sequence[str]]:
-    """(token, accepted Host headers) for an address to bind; other machines need a token or --no-auth."""
+    """(token, accepted Host headers) for --host; a host that other machines reach needs a token or --no-auth."""
     token = os.environ.get(TOKEN, "")
     try:
         is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -84,8 +87,20 @@ def check_access(host: str, no_auth: bool) -> tuple[str, Sequence[str]]:
     return ("" if no_auth else token), (LOOPBACK if is_local else ())
 
 
+def bind_port(host: str, port: int) -> socket.socket:
+    """A socket that is not listening yet: connections are refused until the models are loaded."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise ValueError(f"--host {host} --port {port} cannot be used: {error}") from error
+    return bound
+
+
 class DeadlineServer(uvicorn.Server):
-    """uvicorn, which also closes connections that send their header too slowly, do nothing, or do not read."""
+    """uvicorn that closes connections whose header is late, that are idle, or that do not read their answer."""
 
     def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
         super().__init__(config)
@@ -123,17 +138,16 @@ class DeadlineServer(uvicorn.Server):
                 connection.transport.abort()
 
 
-def make_server(app: ASGIApp, host: str, port: int, limits: Limits) -> DeadlineServer:
-    """A server whose `run` serves until a signal comes."""
+def make_server(app: Application, limits: Limits) -> DeadlineServer:
+    """A server whose `run(sockets=[...])` serves until a signal comes."""
     with contextlib.suppress(ValueError, OSError):  # every connection is an open file
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         http="h11",  # strict about what a request is
         ws="none",
+        lifespan="off",
         access_log=False,
         server_header=False,
         proxy_headers=False,

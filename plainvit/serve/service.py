@@ -60,8 +60,8 @@ class Service:
         return min(self.limits.max_queue, max(in_time, self.limits.max_batch))
 
     def admit(self, images: int = 1) -> None:
-        """Raises OverloadError if there is no room for so many more images."""
-        if self.waiting + images > self.capacity():
+        """Raises OverloadError if there is no room for so many more images. An idle server accepts any request."""
+        if self.waiting and self.waiting + images > self.capacity():
             raise OverloadError(max(self.waiting / self.rate if self.rate else 1.0, 1.0))
 
     async def run(self, output: str, photos: Sequence[bytes], deadline: float) -> list[Tensor | BaseException]:

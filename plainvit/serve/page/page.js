@@ -58,6 +58,7 @@ function addPhotos(files) {
     const image = new Image();
     image.src = photo.url;
     image.alt = photo.name;
+    image.addEventListener("error", () => image.replaceWith(Object.assign(document.createElement("span"), { textContent: photo.name })));
     photo.button.type = "button";
     photo.button.className = "waiting";
     photo.button.append(image);
@@ -101,11 +102,12 @@ function show() {
   const photo = state.selected;
   $("result").hidden = !photo;
   if (!photo) return;
+  $("stage").hidden = Boolean(photo.error);
   $("error").hidden = !photo.error;
   $("error").textContent = photo.error ? `${photo.name}: ${photo.error}` : "";
   const found = photo.result?.predictions || [];
   $("predictions").replaceChildren(...found.map((one, place) => predictionRow(photo, one, place)));
-  $("time").textContent = photo.result ? `Answered in ${Math.round(photo.milliseconds)} ms.` : photo.error ? "" : "Waiting for the answer …";
+  $("time").textContent = photo.result ? `Answered in ${Math.round(photo.milliseconds)} ms.` : photo.error ? "" : "Computing the prediction …";
   $("confidence").textContent = confidence(photo.result?.confidence);
   if (found.length) say(`${photo.name}: ${found[0].label}, ${percent(found[0].probability)}`);
   else if (photo.error) say($("error").textContent);
@@ -137,7 +139,7 @@ function predictionRow(photo, one, place) {
 }
 
 function percent(value) {
-  return `${(100 * value).toFixed(1)} %`;
+  return value < 0.0005 ? "< 0.1 %" : `${(100 * value).toFixed(1)} %`;
 }
 
 function confidence(known) {
