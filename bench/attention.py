@@ -2,14 +2,12 @@
 
     python -m bench.attention --json attention.json     needs an NVIDIA GPU
 
-Input is packed qkv, output are tokens; the backward pass computes the gradient of qkv. PyTorch's kernels take q, k and
-v, so their time includes the views and copies that a model needs; "separate" is their time on three contiguous tensors.
+Times are of a forward and a backward pass, from packed qkv to the gradient of qkv. PyTorch's kernels take q, k and v,
+so their time includes the views and copies that a model needs; "separate" is their time on three contiguous tensors.
 cuDNN attention is not safe to train with: its gradients became NaN within 230 steps on an H200 (see plainvit.device).
-Times are medians of interleaved rounds, by CUDA events over many calls.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,21 +17,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.measure import (
-    first_line,
-    make_parser,
-    print_table,
-    run_interleaved,
-    summarize,
-    time_cuda_calls,
-    warn_skipped,
-    write_results,
-)
+from bench.measure import first_line, make_parser, report, run_interleaved, summarize, time_cuda_calls, warn_skipped
 from plainvit.models.fast.attention import short_attention, unfit
 
-PASSES = ("forward", "backward", "both")
 ROUND_MICROSECONDS = 20_000
-PEERS = {
+BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cuDNN (unsafe)": SDPBackend.CUDNN_ATTENTION,
@@ -96,30 +84,26 @@ def separate(qkv: Tensor, grad: Tensor, heads: int) -> tuple[list[Tensor], Tenso
     return [part.contiguous().requires_grad_() for part in parts], separate_grad
 
 
-def make_passes(attend: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor) -> dict[str, Run]:
-    output = attend()
-    return {
-        "forward": attend,
-        "backward": lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True),
-        "both": lambda: torch.autograd.grad(attend(), inputs, grad),
-    }
+def make_run(attend: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Run:
+    """A forward and a backward pass."""
+    return lambda: torch.autograd.grad(attend(), inputs, grad)
 
 
-def make_systems(shape: Shape, skipped: list[str]) -> dict[str, dict[str, Run]]:
-    """System -> pass -> function to time; without the peers that fail here."""
+def make_runs(shape: Shape, skipped: list[str]) -> dict[str, Run]:
+    """System -> function to time; without the backends that fail here."""
     qkv, grad = make_inputs(shape)
-    systems = {"plainvit": make_passes(lambda: short_attention(qkv, shape.heads), (qkv,), grad)}
+    runs = {"plainvit": make_run(lambda: short_attention(qkv, shape.heads), (qkv,), grad)}
     parts, separate_grad = separate(qkv, grad, shape.heads)
-    for name, backend in PEERS.items():
+    for name, backend in BACKENDS.items():
         try:
-            packed = make_passes(partial(attend_packed, qkv, shape.heads, backend), (qkv,), grad)
-            alone = make_passes(partial(attend_separate, parts, backend), parts, separate_grad)
-            packed["both"]()
-            alone["both"]()
-            systems |= {name: packed, f"{name}, separate": alone}
+            packed = make_run(partial(attend_packed, qkv, shape.heads, backend), (qkv,), grad)
+            alone = make_run(partial(attend_separate, parts, backend), parts, separate_grad)
+            packed()
+            alone()
+            runs |= {name: packed, f"{name}, separate": alone}
         except RuntimeError as error:
             warn_skipped(f"{shape.name}: {name}: {first_line(error)}", skipped)
-    return systems
+    return runs
 
 
 # Measurement ----------------------------------------------------------------------------------------------------------
@@ -135,41 +119,17 @@ def choose_count(run: Run) -> int:
     return max(5, int(ROUND_MICROSECONDS / max(measure_microseconds(run, 5), 1.0)))
 
 
-def measure(repeats: int, skipped: list[str]) -> list[dict[str, Any]]:
-    """A row for each shape, pass and system."""
-    rows: list[dict[str, Any]] = []
-    for shape in SHAPES:
-        systems = make_systems(shape, skipped)
-        for name in PASSES:
-            runs = {
-                system: partial(measure_microseconds, passes[name], choose_count(passes[name]))
-                for system, passes in systems.items()
-            }
-            times = {system: summarize(values) for system, values in run_interleaved(runs, repeats).items()}
-            rows += [{"shape": str(shape), "pass": name, **row} for row in make_rows(times)]
-        del systems
-        torch.cuda.empty_cache()
-    return rows
-
-
-def make_rows(times: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def measure_shape(shape: Shape, repeats: int, skipped: list[str]) -> list[dict[str, Any]]:
+    """A row for each system."""
+    runs = make_runs(shape, skipped)
+    timed = {system: partial(measure_microseconds, run, choose_count(run)) for system, run in runs.items()}
+    times = {system: summarize(values) for system, values in run_interleaved(timed, repeats).items()}
+    torch.cuda.empty_cache()
     baseline = times["plainvit"]["median"]
     return [
-        {"system": system, "unit": "microseconds", **values, "relative_to_plainvit": values["median"] / baseline}
-        for system, values in times.items()
+        {"name": f"{shape}, {system}", **row, "unit": "µs", "remark": f"{row['median'] / baseline:.2f}x plainvit"}
+        for system, row in times.items()
     ]
-
-
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    for shape, group in itertools.groupby(rows, key=lambda row: row["shape"]):
-        lines = [
-            [
-                *(row["pass"], row["system"], f"{row['median']:.0f}", f"{row['min']:.0f}-{row['max']:.0f}"),
-                f"{row['relative_to_plainvit']:.2f}",
-            ]
-            for row in group
-        ]
-        print_table(shape, ("pass", "system", "µs", "spread", "x plainvit"), lines, left=("pass", "system"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -180,9 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if reason := unfit(torch.empty(1, 197, 2304, dtype=torch.bfloat16, device="cuda"), 12):
         parser.exit(2, f"bench.attention: {reason}\n")
     skipped: list[str] = []
-    rows = measure(args.repeats, skipped)
-    print_rows(rows)
-    write_results("bench.attention", arguments, args.json, title="short attention", rows=rows, skipped=skipped)
+    rows = [row for shape in SHAPES for row in measure_shape(shape, args.repeats, skipped)]
+    report("bench.attention", arguments, args.json, "attention, forward and backward", rows, skipped=skipped)
 
 
 if __name__ == "__main__":

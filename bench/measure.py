@@ -285,15 +285,20 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
 
 
 def report(
-    module: str, arguments: Sequence[str] | None, path: Path | None, title: str, rows: list[dict[str, Any]]
+    module: str,
+    arguments: Sequence[str] | None,
+    path: Path | None,
+    title: str,
+    rows: list[dict[str, Any]],
+    **content: Any,
 ) -> None:
-    """Prints rows of name, median, min, max, unit and perhaps a remark, and writes them as JSON."""
+    """Prints rows of name, median, min, max, unit and perhaps a remark, and writes them with the content as JSON."""
     lines = []
     for row in rows:
         spread = f"{row['min']:,.2f}-{row['max']:,.2f}" if row["repeats"] > 1 else ""
         lines.append([row["name"], f"{row['median']:,.2f}", spread, row["unit"], row.get("remark", "")])
     print_table(title, ("name", "median", "spread", "unit", "remark"), lines, left=("name", "unit", "remark"))
-    write_results(module, arguments, path, title=title, rows=rows)
+    write_results(module, arguments, path, title=title, rows=rows, **content)
 
 
 def write_results(module: str, arguments: Sequence[str] | None, path: Path | None, **content: Any) -> None:
