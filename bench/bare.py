@@ -1,9 +1,9 @@
-"""A bare PyTorch script that predicts the classes of photos by a ViT in timm's format: the peer of `plainvit predict`.
+"""A plain PyTorch script that classifies photos with a ViT in timm's format: the peer of `plainvit predict`.
 
     python bench/bare.py WEIGHTS photos/
 
-It imports torch, safetensors and Pillow only, and does what the command does with such a file: squares of 224 px (90 %
-of the resized side), mean and deviation 0.5, one batch. Prints the five most probable classes of each photo as JSON.
+Needs only torch, safetensors and Pillow, and preprocesses as timm does for these weights: resize, centre crop of 224 px
+(90 %), mean and std 0.5. Predicts all photos in one batch and prints the five most probable classes of each as JSON.
 """
 
 import json
@@ -17,16 +17,16 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-SIZE, CROP, HEAD = 224, 0.9, 64
+SIZE, CROP, HEAD_WIDTH = 224, 0.9, 64
 
 
-def read(path: Path) -> Tensor:
+def read_image(path: Path) -> Tensor:
     image = Image.open(path).convert("RGB")
-    short = int(SIZE / CROP)
-    scale = short / min(image.size)
-    wide, high = (short if side == min(image.size) else int(side * scale) for side in image.size)
-    image = image.resize((wide, high), Image.Resampling.BICUBIC)
-    left, top = round((wide - SIZE) / 2), round((high - SIZE) / 2)
+    short_side = int(SIZE / CROP)
+    scale = short_side / min(image.size)
+    width, height = (short_side if side == min(image.size) else int(side * scale) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = round((width - SIZE) / 2), round((height - SIZE) / 2)
     pixels = np.array(image.crop((left, top, left + SIZE, top + SIZE)))
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1
 
@@ -42,9 +42,9 @@ def forward(w: dict[str, Tensor], images: Tensor) -> Tensor:
     kernel = w["patch_embed.proj.weight"]
     x = F.conv2d(images, kernel, w["patch_embed.proj.bias"], stride=kernel.shape[-1]).flatten(2).mT  # [B, N, D]
     x = torch.cat((w["cls_token"].expand(len(x), -1, -1), x), 1) + w["pos_embed"]
-    for at in range(sum(name.endswith("norm1.weight") for name in w)):
-        block = f"blocks.{at}"
-        qkv = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv").unflatten(-1, (3, -1, HEAD))
+    for number in range(sum(name.endswith("norm1.weight") for name in w)):
+        block = f"blocks.{number}"
+        qkv = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv").unflatten(-1, (3, -1, HEAD_WIDTH))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B, H, N, d] each
         heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         x = x + linear(heads, f"{block}.attn.proj")
@@ -57,7 +57,7 @@ def list_files(folder: str) -> list[Path]:
 
 
 def predict(weights: dict[str, Tensor], files: list[Path]) -> list[dict]:
-    best = forward(weights, torch.stack([read(path) for path in files])).softmax(-1).topk(5)
+    best = forward(weights, torch.stack([read_image(path) for path in files])).softmax(-1).topk(5)
     rows = zip(files, best.values.tolist(), best.indices.tolist(), strict=True)
     return [{"name": str(path), "classes": classes, "probabilities": values} for path, values, classes in rows]
 

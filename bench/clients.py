@@ -1,7 +1,7 @@
-"""HTTP clients for the measurements of the server: start a server, send photos from many connections, gather answers.
+"""HTTP clients to measure a server: start it, send photos over many connections, collect responses.
 
-with start(command, port, requests) as session:
-    answers = asyncio.run(send(port, requests, clients=64, seconds=10))
+with start_server(command, port, requests) as session:
+    responses = asyncio.run(send(port, requests, clients=64, seconds=10))
 """
 
 import asyncio
@@ -18,31 +18,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow.parquet as pq
 
 
-class Answer(NamedTuple):
-    """One request: which it was, when it was sent, how long it took, and what came back."""
+class Response(NamedTuple):
+    """The response to one request."""
 
-    request: int
+    request: int  # index of the request
     sent: float  # time.monotonic()
     seconds: float
-    status: int  # 0: the connection was closed without an answer
-    same_id: bool  # the answer has the x-request-id of the request
+    status: int  # 0: the connection was closed without a response
+    same_id: bool  # the x-request-id is that of the request
     body: bytes
 
 
-def read_photos(data: Path) -> list[bytes]:
-    """The encoded photos of imagenet-photos."""
-    table = pq.read_table(data / "imagenet-photos" / "photos-00.parquet", columns=["image"])
-    return [row["bytes"] for row in table["image"].to_pylist()]
-
-
-def encode_request(photos: Sequence[bytes], path: str = "/predict") -> bytes:
-    """An HTTP request with a form of some files; the value of x-request-id, eight characters, is filled in later."""
+def encode_request(photos: Sequence[bytes]) -> bytes:
+    """POST /predict with the photos as a form. `_post` replaces the 8 characters of x-request-id."""
     head = b'--border\r\ncontent-disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n'
     body = b"".join(head + photo + b"\r\n" for photo in photos) + b"--border--\r\n"
-    lines = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=border\r\n"
+    lines = "POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=border\r\n"
     return f"{lines}content-length: {len(body)}\r\nx-request-id: {'0' * 8}\r\n\r\n".encode() + body
 
 
@@ -53,17 +46,17 @@ def find_port() -> int:
 
 
 @contextlib.contextmanager
-def start(command: Sequence[str], port: int, requests: Sequence[bytes]) -> Iterator[int]:
-    """Runs a server until the block ends, and gives its session; it is ready when it answers a request."""
-    end = time.monotonic() + 300
+def start_server(command: Sequence[str], port: int, requests: Sequence[bytes]) -> Iterator[int]:
+    """Runs a server until the block ends; yields its session id when it responds to a request."""
+    deadline = time.monotonic() + 300
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
         try:
             while not asyncio.run(_is_ready(port, requests)):
-                if process.poll() is not None or time.monotonic() > end:
+                if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
-                    said = log.read().decode(errors="replace")[-2000:]
-                    raise RuntimeError(f"the server did not start: {' '.join(command)}\n{said}")
+                    output = log.read().decode(errors="replace")[-2000:]
+                    raise RuntimeError(f"the server did not start: {' '.join(command)}\n{output}")
                 time.sleep(0.2)
             yield process.pid
         finally:
@@ -71,15 +64,15 @@ def start(command: Sequence[str], port: int, requests: Sequence[bytes]) -> Itera
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # LitServe leaves workers behind
+                os.killpg(process.pid, signal.SIGKILL)  # LitServe does not stop its workers
 
 
 async def _is_ready(port: int, requests: Sequence[bytes]) -> bool:
     try:
-        (answer,) = await send(port, requests[:1], clients=1, count=1)
+        (response,) = await send(port, requests[:1], clients=1, count=1)
     except OSError:
         return False
-    return answer.status == 200
+    return response.status == 200
 
 
 def read_cpu_seconds(session: int) -> float:
@@ -100,70 +93,86 @@ async def send(
     seconds: float = 600.0,
     rate: float = 0.0,
     count: int = 2**31,
-    first: int = 0,
-) -> list[Answer]:
-    """Each client sends one request after the other on its connection until the time is over.
+    offset: int = 0,
+) -> list[Response]:
+    """Each client has a connection and sends one request after the other until the time is over.
 
-    `rate` is that of all clients together, in requests per second; 0: as fast as the answers come. `count` limits the
-    requests of each client. A full HTTP client would take a fifth of the cores.
+    Plain sockets, because an HTTP library would use a fifth of the cores.
+
+    Args:
+        rate: Requests per second of all clients together; 0: as fast as the responses come.
+        count: Maximum number of requests per client.
+        offset: Index of the first request.
     """
-    begun, found = time.monotonic(), []
+    started, responses = time.monotonic(), []
 
-    async def run(number: int) -> None:
-        connection, turn = await asyncio.open_connection("127.0.0.1", port, limit=2**20), 0
-        while turn < count:
-            due = begun + (turn * clients + number) / rate if rate else 0.0
+    async def run(client: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+        for turn in range(count):
+            due = started + (turn * clients + client) / rate if rate else 0.0
             await asyncio.sleep(max(due - time.monotonic(), 0.0))
-            if time.monotonic() >= begun + seconds:
+            if time.monotonic() >= started + seconds:
                 break
-            at = (first + turn * clients + number) % len(requests)
-            found.append(await post(*connection, at, requests[at], f"{number % 10000:04}{turn % 10000:04}".encode()))
-            turn += 1
-            if not found[-1].status:
-                connection[1].close()
-                connection = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-        connection[1].close()
+            index = (offset + turn * clients + client) % len(requests)
+            request_id = f"{client % 10000:04}{turn % 10000:04}".encode()
+            responses.append(await _post(reader, writer, index, requests[index], request_id))
+            if not responses[-1].status:
+                writer.close()
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+        writer.close()
 
-    await asyncio.gather(*(run(number) for number in range(clients)))
-    return found
+    await asyncio.gather(*(run(client) for client in range(clients)))
+    return responses
 
 
-async def post(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, at: int, request: bytes, identity: bytes
-) -> Answer:
+async def _post(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, index: int, request: bytes, request_id: bytes
+) -> Response:
     sent = time.monotonic()
     try:
         start, _, rest = request.partition(b"x-request-id: ")
-        writer.writelines((start, b"x-request-id: ", identity, rest[8:]))
+        writer.writelines((start, b"x-request-id: ", request_id, rest[8:]))
         await writer.drain()
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         body = await reader.readexactly(int(head.partition(b"content-length:")[2].partition(b"\r\n")[0]))
     except (OSError, asyncio.IncompleteReadError):
-        return Answer(at, sent, time.monotonic() - sent, 0, False, b"")
-    same = head.partition(b"x-request-id: ")[2][:8] == identity
-    return Answer(at, sent, time.monotonic() - sent, int(head.split(None, 2)[1]), same, body)
+        return Response(index, sent, time.monotonic() - sent, 0, False, b"")
+    same_id = head.partition(b"x-request-id: ")[2][:8] == request_id
+    return Response(index, sent, time.monotonic() - sent, int(head.split(None, 2)[1]), same_id, body)
+
+
+def measure_server(
+    session: int, port: int, requests: Sequence[bytes], *, clients: int, seconds: float, processes: int = 1
+) -> dict[str, float]:
+    """Requests/s, latency, failures and the server's CPU ms per request, after two seconds of warm-up."""
+    send_from_processes(port, requests, clients=clients, seconds=2.0, processes=processes)
+    cpu = read_cpu_seconds(session)
+    responses = send_from_processes(port, requests, clients=clients, seconds=seconds, processes=processes)
+    cpu = (read_cpu_seconds(session) - cpu) / max(len(responses), 1)
+    return summarize_responses(responses) | {"cpu_ms": 1e3 * cpu}
 
 
 def send_from_processes(
     port: int, requests: Sequence[bytes], *, clients: int, seconds: float, processes: int
-) -> list[Answer]:
-    """The same from several processes, for servers that are faster than one process of clients."""
+) -> list[Response]:
+    """For servers that are faster than the clients of one process."""
     if processes == 1:
         return asyncio.run(send(port, requests, clients=clients, seconds=seconds))
     with ProcessPoolExecutor(processes) as pool:
-        share = [clients // processes + (at < clients % processes) for at in range(processes)]
-        jobs = [pool.submit(_send, port, requests, some, seconds, 7 * at) for at, some in enumerate(share) if some]
-        return [answer for job in jobs for answer in job.result()]
+        counts = [clients // processes + (number < clients % processes) for number in range(processes)]
+        jobs = [pool.submit(_send, port, requests, count, seconds, 7 * n) for n, count in enumerate(counts) if count]
+        return [response for job in jobs for response in job.result()]
 
 
-def _send(port: int, requests: Sequence[bytes], clients: int, seconds: float, first: int) -> list[Answer]:
-    found = asyncio.run(send(port, requests, clients=clients, seconds=seconds, first=first))
-    return [answer._replace(body=b"") for answer in found]
+def _send(port: int, requests: Sequence[bytes], clients: int, seconds: float, offset: int) -> list[Response]:
+    responses = asyncio.run(send(port, requests, clients=clients, seconds=seconds, offset=offset))
+    return [response._replace(body=b"") for response in responses]
 
 
-def summarise(answers: Sequence[Answer]) -> dict[str, float]:
-    """Requests per second, latency in ms, and failures; the time is that from the first request to the last answer."""
-    good = [one.seconds for one in answers if one.status == 200]
-    took = max(one.sent + one.seconds for one in answers) - min(one.sent for one in answers)
-    p50, p99 = (1e3 * float(np.quantile(good or [np.nan], q)) for q in (0.5, 0.99))
-    return {"rate": len(good) / took, "p50_ms": p50, "p99_ms": p99, "failed": len(answers) - len(good)}
+def summarize_responses(responses: Sequence[Response]) -> dict[str, float]:
+    """Requests/s between the first request and the last response, latency in ms, and failures."""
+    latencies = [response.seconds for response in responses if response.status == 200]
+    elapsed = max(r.sent + r.seconds for r in responses) - min(r.sent for r in responses)
+    p50, p99 = (1e3 * float(np.quantile(latencies or [np.nan], q)) for q in (0.5, 0.99))
+    failed = len(responses) - len(latencies)
+    return {"rate": len(latencies) / elapsed, "p50_ms": p50, "p99_ms": p99, "failed": failed}

@@ -1,16 +1,15 @@
-"""Random faults planted in the package: how many does the fast set of tests catch?
+"""Mutation testing: how many random faults in the package does the fast set of tests catch?
 
     pip install coverage
     coverage run -m pytest -n 0 && python -m bench.mutations --count 60 --seed 0
 
 The first command records which test runs which line (`dynamic_context` in pyproject.toml). The second changes one
-operator, constant, condition or statement at a time in a copy of the repository, and runs the tests that reach the
-changed line until one fails. A line that no test reaches counts as a survivor.
+operator, constant, condition or statement at a time in a copy of the repository, and runs the tests that run the
+changed line until one fails. A fault in a line that no test runs counts as survived.
 """
 
 import argparse
 import ast
-import json
 import os
 import random
 import shutil
@@ -18,14 +17,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[1]
-NEEDS_GPU = ("_kernels.py", "graphs.py", "fp8.py")  # nothing here runs without a CUDA device
-TIMEOUT = 300  # seconds; a mutation that never ends is caught
+NEEDS_GPU = ("_kernels.py", "graphs.py", "fp8.py")  # files that need a CUDA device
+TIMEOUT = 300  # seconds; an endless loop counts as caught
 
 OPPOSITES: dict[type, type] = {
     ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -45,7 +42,7 @@ class Mutation:
 
 
 def mutate_node(node: ast.AST) -> ast.AST | None:
-    """The node with one fault in it, or None where there is nothing to change."""
+    """The node with a fault, or None if there is nothing to change."""
     match node:
         case ast.Compare(left, [operator], [right]) if type(operator) in OPPOSITES:
             return ast.Compare(left, [OPPOSITES[type(operator)]()], [right])
@@ -69,7 +66,7 @@ def mutate_node(node: ast.AST) -> ast.AST | None:
 
 
 def find_mutations(path: Path) -> Iterator[Mutation]:
-    """Every single fault that can be planted inside the functions of one file."""
+    """All single faults in the functions of one file."""
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines(keepends=True)
     for function in ast.walk(ast.parse(source)):
@@ -85,7 +82,7 @@ def find_mutations(path: Path) -> Iterator[Mutation]:
             after = after if isinstance(node, ast.stmt) else f"({after})"
             changed = line[: node.col_offset] + after.encode() + line[node.end_col_offset :]
             text = "".join([*lines[: node.lineno - 1], changed.decode(), *lines[node.lineno :]])
-            if compiles(text):  # a literal inside an f-string or a pattern cannot be replaced this way
+            if compiles(text):  # not inside an f-string or a pattern
                 yield Mutation(path.relative_to(ROOT).as_posix(), node.lineno, before, after, text)
 
 
@@ -98,17 +95,14 @@ def compiles(source: str) -> bool:
 
 
 def draw_mutations(count: int, seed: int) -> list[Mutation]:
-    """Drawn over files by their number of possible faults; no two in one function's line."""
+    """A random sample of all faults, at most one per line."""
     files = [path for path in sorted(ROOT.glob("plainvit/**/*.py")) if not path.name.endswith(NEEDS_GPU)]
     candidates = {(m.path, m.line): m for path in files for m in find_mutations(path)}
     return random.Random(seed).sample(list(candidates.values()), count)
 
 
 def find_tests(data_file: Path) -> dict[tuple[str, int], list[str]]:
-    """For each line that the tests run, their node ids without parameters.
-
-    What a shared fixture runs belongs to no test: all tests that reach its file are run for it.
-    """
+    """(file, line) -> ids of the tests that run it; for lines of fixtures, all tests that run the file."""
     from coverage import CoverageData
 
     data = CoverageData(str(data_file))
@@ -125,17 +119,17 @@ def find_tests(data_file: Path) -> dict[tuple[str, int], list[str]]:
     return tests
 
 
-def is_caught(mutation: Mutation, tests: list[str], copy: Path) -> bool:
-    """Whether one of the tests fails with the fault in place."""
+def is_caught(mutation: Mutation, tests: list[str], repository: Path) -> bool:
+    """Whether one of the tests fails with the fault."""
     if not tests:
         return False
-    target = copy / mutation.path
+    target = repository / mutation.path
     original = target.read_text(encoding="utf-8")
     target.write_text(mutation.source, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(repository), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT)
+        run = subprocess.run(command, cwd=repository, env=environment, capture_output=True, timeout=TIMEOUT)
         return run.returncode != 0
     except subprocess.TimeoutExpired:
         return True
@@ -144,46 +138,24 @@ def is_caught(mutation: Mutation, tests: list[str], copy: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=60, help="Number of mutations")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the draw")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="Mutations tested at a time")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=60, help="Number of faults")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage", help="Data file of `coverage run`")
-    parser.add_argument("--json", type=Path, help="Write the results to this file")
     args = parser.parse_args()
     mutations, tests = draw_mutations(args.count, args.seed), find_tests(args.coverage)
-
-    with tempfile.TemporaryDirectory() as folder:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for job in range(args.jobs):
-            copies.put(copy_repository(Path(folder) / str(job)))
-
-        def run(mutation: Mutation) -> bool:
-            copy = copies.get()
-            try:
-                return is_caught(mutation, tests.get((mutation.path, mutation.line), []), copy)
-            finally:
-                copies.put(copy)
-
-        with ThreadPoolExecutor(args.jobs) as pool:
-            results = []
-            for mutation, caught in zip(mutations, pool.map(run, mutations), strict=True):
-                reached = len(tests.get((mutation.path, mutation.line), []))
-                verdict = "caught" if caught else "survived" if reached else "survived, no test runs this line"
-                print(
-                    f"{mutation.path}:{mutation.line}  {mutation.before}  ->  {mutation.after}  {verdict}", flush=True
-                )
-                results.append(asdict(mutation) | {"caught": caught, "tests": reached})
-    caught = sum(result["caught"] for result in results)
-    print(f"{caught} of {len(results)} mutations caught")
-    if args.json:
-        rows = [{key: value for key, value in result.items() if key != "source"} for result in results]
-        args.json.write_text(json.dumps({"seed": args.seed, "caught": caught, "mutations": rows}, indent=1) + "\n")
-
-
-def copy_repository(target: Path) -> Path:
+    caught = 0
     ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "runs", "*.egg-info")
-    return Path(shutil.copytree(ROOT, target, ignore=ignored))
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
+        for mutation in mutations:
+            tests_of_line = tests.get((mutation.path, mutation.line), [])
+            is_found = is_caught(mutation, tests_of_line, copy)
+            caught += is_found
+            verdict = "caught" if is_found else "survived" if tests_of_line else "survived: no test runs this line"
+            change = f"{mutation.before}  ->  {mutation.after}"
+            print(f"{mutation.path}:{mutation.line}  {change}  {verdict}", flush=True)
+    print(f"{caught} of {len(mutations)} faults caught")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""Prediction over many photos compared with the bare model on the same batches, in the same run.
+"""Prediction over many photos compared with the model alone on the same batches, interleaved.
 
     python -m bench.predict --data DIR [--json FILE] [--device cuda] [--model ViT-S/16]
 
-DIR holds `imagenet-photos` as parquet shards; the photos are repeated as hard links. Four rates, interleaved: the bare
-model on ready batches; Predictor.logits on them; the whole of predict on them, from batches to rows in a file; and
-predict from the files, where decoding takes its part of the same cores. The target: the second and third within 10 %
-of the first. On a CPU that others use too, --clock cpu --workers (none) compares what the model and predict work.
+The photos of imagenet-photos are repeated as hard links. Measured: the model alone on preprocessed batches;
+Predictor.logits on them; `plainvit predict` on them, with rows written to a file; and `plainvit predict` from photo
+files, where decoding uses the same cores. Target: the second and third within 10 % of the first.
 """
 
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,89 +17,79 @@ import numpy as np
 import torch
 
 import plainvit
-from bench.input import write_folder
-from bench.measure import interleaved, make_parser, report, seconds_a_call, summary
+from bench.measure import make_parser, report, run_interleaved, summarize, time_calls
+from bench.photos import BY_CLASS, write_images
 from plainvit.data.loader import Batch, evaluation_batches
-from plainvit.data.sources import Source
+from plainvit.data.sources import Source, open_source
 from plainvit.evaluate import inputs
 from plainvit.evaluate.predict import OutputBatches, PredictionJob, predict_batches, predict_locally, write
 from plainvit.evaluate.predictor import Predictor
 
+MODEL_ALONE = "model alone"
 
-def bare(predictor: Predictor, batches: list[Batch]) -> None:
-    """As one would write it by hand."""
+
+def run_model(predictor: Predictor, batches: list[Batch]) -> None:
     kind = predictor.device.split(":")[0]
-    low = predictor.dtype is not torch.float32
-    with torch.no_grad(), torch.autocast(kind, predictor.dtype, enabled=low):
+    is_low = predictor.dtype is not torch.float32
+    with torch.no_grad(), torch.autocast(kind, predictor.dtype, enabled=is_low):
         for batch in batches:
             predictor.model(batch.images)
 
 
-def through_predictor(predictor: Predictor, batches: list[Batch]) -> None:
+def run_predictor(predictor: Predictor, batches: list[Batch]) -> None:
     for batch in batches:
         predictor.logits(batch.images)
 
 
-def to_file(question: PredictionJob, source: Source, out: Path, engine: Callable[..., OutputBatches]) -> None:
-    write(question, source, out, engine=engine, force=True)
-
-
-def on_ready(batches: list[Batch], question: PredictionJob, source: Source, steps: np.ndarray) -> OutputBatches:
-    """predict's engine without the decoding; every step's batch is there already."""
+def predict_preprocessed(batches: list[Batch], job: PredictionJob, source: Source, steps: np.ndarray) -> OutputBatches:
+    """An engine of `plainvit predict` that reads no files."""
     assert len(steps) == len(batches)
-    yield from predict_batches(question, source, np.arange(len(source)), iter(batches))
+    yield from predict_batches(job, source, np.arange(len(source)), iter(batches))
 
 
-def measure(
-    predictor: Predictor, source: Source, work: Path, repeats: int, workers: list[int], clock: Callable[[], float]
-) -> dict[str, Any]:
-    device, question = predictor.device, PredictionJob(predictor, 5)
-    how: dict[str, Any] = {"batch": predictor.batch, "size": predictor.size, "preprocess": predictor.preprocess}
-    batches = list(evaluation_batches(source, device=device, **how))
-    ready = partial(on_ready, batches)
+def measure(predictor: Predictor, source: Source, repeats: int, workers: list[int]) -> dict[str, dict[str, Any]]:
+    device, job = predictor.device, PredictionJob(predictor, 5)
+    options: dict[str, Any] = {"batch": predictor.batch, "size": predictor.size, "preprocess": predictor.preprocess}
+    batches = list(evaluation_batches(source, device=device, **options))
+    engines: dict[str, Callable[..., OutputBatches]] = {"preprocessed batches": partial(predict_preprocessed, batches)}
+    engines |= {f"photo files, {count} workers": partial(predict_locally, workers=count) for count in workers}
     runs: dict[str, Callable[[], object]] = {
-        "bare model": partial(bare, predictor, batches),
-        "Predictor.logits": partial(through_predictor, predictor, batches),
-        "predict, ready batches to .jsonl": partial(to_file, question, source, work / "ready.jsonl", ready),
+        MODEL_ALONE: partial(run_model, predictor, batches),
+        "Predictor.logits": partial(run_predictor, predictor, batches),
     }
-    for count in workers:
-        engine = partial(predict_locally, workers=count)
-        runs[f"predict, photos to .jsonl, {count} workers"] = partial(
-            to_file, question, source, work / f"{count}.jsonl", engine
-        )
-    bare(predictor, batches[:2])  # warm
-    timed = {name: lambda run=run: len(source) / seconds_a_call(run, 1, device, clock) for name, run in runs.items()}
-    return {name: summary(values) for name, values in interleaved(timed, repeats).items()}
+    run_model(predictor, batches[:2])  # warm up
+    with tempfile.TemporaryDirectory() as folder:
+        for name, engine in engines.items():
+            out = Path(folder) / f"{name}.jsonl"
+            runs[f"predict, {name}"] = partial(write, job, source, out, engine=engine, force=True)
+        rates = {name: lambda run=run: len(source) / time_calls(run, 1, device) for name, run in runs.items()}
+        return {name: summarize(values) for name, values in run_interleaved(rates, repeats).items()}
 
 
-def main() -> None:
-    parser = make_parser(__doc__, repeats=5)
-    parser.add_argument("--data", type=Path, required=True, help="folder with imagenet-photos")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser(__doc__, repeats=5, data="imagenet-photos")
     parser.add_argument("--model", default="ViT-S/16")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16"))
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--copies", type=int, default=8, help="times that each photo is taken")
-    parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2], help="none: ready batches alone")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: seconds of this process's cores")
-    options = parser.parse_args()
-    model = plainvit.create(options.model, classes=1000)
-    torch.nn.init.normal_(model.head.weight, std=0.02)  # zeros would give ties
-    predictor = Predictor(model, device=options.device, precision=options.precision, batch=options.batch)
-    clock = time.perf_counter if options.clock == "wall" else time.process_time
+    parser.add_argument("--copies", type=int, default=8, help="How often each of the 48 photos is predicted")
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2], help="Numbers of decoding processes")
+    args = parser.parse_args(arguments)
+    model = plainvit.create(args.model, classes=1000)
+    assert model.head is not None
+    torch.nn.init.normal_(model.head.weight, std=0.02)  # a head of zeros would give ties
+    predictor = Predictor(model, device=args.device, batch=args.batch)
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        count = write_folder(str(options.data / "imagenet-photos"), work / "photos", options.copies)
-        source = inputs.find([str(work / "photos")])
-        found = measure(predictor, source, work, options.repeats, options.workers, clock)
-    first = found["bare model"]["median"]
-    unit = f"img/s ({count} images, batch {options.batch}, {options.clock} time)"
+        photos = open_source(str(args.data / "imagenet-photos"))
+        count = write_images(photos, Path(folder), f"{BY_CLASS}.jpg", args.copies)
+        results = measure(predictor, inputs.find([folder]), args.repeats, args.workers)
+    baseline = results[MODEL_ALONE]["median"]
+    unit = f"img/s ({count} images, batch {args.batch})"
     rows = [
-        {"what": name, **value, "unit": unit, "remark": f"{value['median'] / first:.1%} of the bare model"}
-        for name, value in found.items()
+        {"name": name, **values, "unit": unit, "remark": f"{values['median'] / baseline:.1%} of the model"}
+        for name, values in results.items()
     ]
-    about = f"{options.model} on {predictor.device}, {str(predictor.dtype).removeprefix('torch.')}"
-    report("bench.predict", f"prediction, {about}", rows, options.json)
+    dtype = str(predictor.dtype).removeprefix("torch.")
+    report("bench.predict", arguments, args.json, f"prediction, {args.model} on {predictor.device}, {dtype}", rows)
 
 
 if __name__ == "__main__":

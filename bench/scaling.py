@@ -1,17 +1,17 @@
-"""Training on up to 1,024 GPUs without having them: what FSDP and DDP send, and when computation hides it.
+"""Communication of training on up to 1,024 GPUs, without the GPUs: what FSDP and DDP send, and when compute hides it.
 
     python -m bench.scaling [--models L/16,H/14,G/14] [--ranks 8,64,1024] [--batch 64] [--json FILE]
 
-recorded   one forward and backward pass of plainvit's sharded model (runtime/sharding.py) as rank 0 of a fake process
-           group, on tensors without storage: every collective with its size, padding included, and a shard's bytes.
-           DDP's C++ code needs storage, so its buckets come from the function that it calls itself, on the same sizes.
-measured   rates of training steps on one H200 (plainvit/planning/step_time.py); G/14 has H/14's rate, extrapolated.
+recorded   a forward and backward pass of plainvit's sharded model (runtime/sharding.py) as rank 0 of a fake process
+           group, on tensors without storage: all collectives, with the size after padding, and the size of a shard.
+           DDP's C++ code needs storage, so its buckets come from the function that DDP calls.
+measured   rates of training steps on one H200 (plainvit/planning/step_time.py); G/14 is extrapolated from H/14.
 published  link rates of an H200 (plainvit/planning/devices.py).
-assumed    the share of the link rates that collectives reach, and LATENCY; that FSDP's collectives run next to all of
-           the computation, DDP's next to the backward pass. Slow ranks and congestion are not modelled.
+assumed    the fraction of the link rates that collectives reach, and LATENCY; FSDP's collectives overlap with all of
+           the computation, DDP's with the backward pass. Slow ranks and congestion are not modelled.
 
-"GiB" is the peak of one rank: the recorded shard four times (weights, gradients, AdamW), the rest as `plainvit plan`
-computes it. "hides at" is the smallest batch per rank at which no rank waits, with the memory that it takes.
+"GiB" is the peak of one rank: the recorded shard four times (weights, gradients, AdamW), the rest as in `plainvit
+plan`. "hidden from" is the smallest batch per rank at which no rank waits, with its memory.
 """
 
 import sys
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.measure import GIB, make_parser, publish, show
+from bench.measure import GIB, make_parser, print_table, write_results
 from plainvit.config import ViTConfig
 from plainvit.models import build
 from plainvit.models.buffers import fill_buffers
@@ -39,66 +39,66 @@ from plainvit.runtime.distributed import World
 from plainvit.runtime.sharding import shard
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes; DDP's defaults
-LATENCY = 50e-6  # seconds of a collective before its first byte; assumed
-LARGEST = 4096  # images per rank that are tried
-# Operator -> position of the argument that holds the full tensor
+LATENCY = 50e-6  # seconds per collective; assumed
+MAX_BATCH = 4096  # images per rank
+# Operator -> position of the full tensor in its arguments
 COLLECTIVES = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}
 
 
 @dataclass
 class Traffic:
-    """What one rank exchanges in a step, and what it keeps."""
+    """The collectives of one rank in a step, and the size of its shard."""
 
     collectives: list[tuple[str, int]] = field(default_factory=list)  # name, bytes of the full tensor
     shard_bytes: int = 0  # weights of one rank
 
     def sent(self, ranks: int) -> float:
-        """Bytes that a rank sends by ring algorithms: an all-reduce is a reduce-scatter and an all-gather."""
-        passes = (2 * size if name == "all_reduce" else size for name, size in self.collectives)
-        return sum(passes) * (ranks - 1) / ranks
+        """Bytes that a rank sends with ring algorithms: an all-reduce is a reduce-scatter and an all-gather."""
+        sizes = (2 * size if name == "all_reduce" else size for name, size in self.collectives)
+        return sum(sizes) * (ranks - 1) / ranks
 
     def seconds(self, ranks: int) -> float:
         return self.sent(ranks) / H200.collective_bandwidth(ranks) + LATENCY * len(self.collectives)
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every collective of FSDP that is dispatched."""
+    """Records the collectives of FSDP."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, int]] = []
+        self.collectives: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
             if name not in COLLECTIVES:
-                raise RuntimeError(f"a collective that is not counted: {name}")
+                raise RuntimeError(f"unknown collective {name}: add it to COLLECTIVES")
             full = args[COLLECTIVES[name]]
-            self.seen.append((name.removesuffix("base_").strip("_"), full.numel() * full.element_size()))
+            self.collectives.append((name.removesuffix("base_").strip("_"), full.numel() * full.element_size()))
         return func(*args, **(kwargs or {}))
 
 
 def record_fsdp(config: ViTConfig, ranks: int, images: int = 1) -> Traffic:
-    """One training step of rank 0 in a fake group; nothing is computed and nothing is sent."""
+    """One training step of rank 0 in a fake process group, without computing or sending anything."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        model, mode = build_empty(config), FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
+        model, fake_mode = build_empty(config), FakeTensorMode(allow_non_fake_inputs=True)
+        with fake_mode:
             for module in model.modules():
                 for name, weight in list(module.named_parameters(recurse=False)):
                     setattr(module, name, nn.Parameter(torch.empty(weight.shape)))
-        shard(model, World(rank=0, size=ranks))  # outside: it reads the ranks of its mesh
-        kept = sum(4 * weight.to_local().numel() for weight in model.parameters() if isinstance(weight, DTensor))
-        with mode, Recorder() as recorder, torch.autocast("cpu", torch.bfloat16):
-            pixels = torch.zeros((images, config.channels, *config.image_size), dtype=torch.uint8)
-            model(pixels).sum().backward()
+        shard(model, World(rank=0, size=ranks))  # outside of fake_mode: it reads the ranks of its mesh
+        shard_bytes = sum(4 * weight.to_local().numel() for weight in model.parameters() if isinstance(weight, DTensor))
+        with fake_mode, Recorder() as recorder, torch.autocast("cpu", torch.bfloat16):
+            batch = torch.zeros((images, config.channels, *config.image_size), dtype=torch.uint8)
+            model(batch).sum().backward()
     finally:
         dist.destroy_process_group()
-    return Traffic(recorder.seen, kept)
+    return Traffic(recorder.collectives, shard_bytes)
 
 
 def build_empty(config: ViTConfig) -> nn.Module:
-    """The model without storage for its weights."""
+    """The model on the meta device, with real buffers."""
     with torch.device("meta"):
         model = build(config)
     fill_buffers(model, "cpu")
@@ -106,15 +106,15 @@ def build_empty(config: ViTConfig) -> nn.Module:
 
 
 def list_ddp(config: ViTConfig) -> Traffic:
-    """One all-reduce for each bucket, filled in the order in which gradients become ready: the last weight first."""
+    """One all-reduce per bucket. Gradients of the last weights are ready first."""
     weights = list(build_empty(config).parameters())[::-1]
     buckets, _ = dist._compute_bucket_assignment_by_size(weights, [FIRST_BUCKET, BUCKET])
-    sizes = [sum(4 * weights[at].numel() for at in bucket) for bucket in buckets]
+    sizes = [sum(4 * weights[index].numel() for index in bucket) for bucket in buckets]
     return Traffic([("all_reduce", size) for size in sizes], 4 * sum(weight.numel() for weight in weights))
 
 
 def estimate(step: Step, traffic: Traffic) -> dict[str, float]:
-    """Seconds of a step and of its communication, and bytes at the peak of one rank."""
+    """Seconds of a step and of its communication, and peak bytes of one rank."""
     parts = step_seconds(step, H200)
     computation = sum(value for name, value in parts.items() if name != "communication")
     communication = traffic.seconds(step.devices)
@@ -127,14 +127,14 @@ def estimate(step: Step, traffic: Traffic) -> dict[str, float]:
 
 
 def find_hiding_batch(model: ViTConfig, parallel: Any, ranks: int, traffic: Traffic) -> int | None:
-    """The smallest batch per rank whose computation covers the communication; None above LARGEST."""
+    """The smallest batch per rank whose computation covers the communication; None above MAX_BATCH."""
 
     def is_exposed(images: int) -> bool:
         return estimate(make_step(model, parallel, ranks, images), traffic)["exposed"] > 0
 
-    if is_exposed(LARGEST):
+    if is_exposed(MAX_BATCH):
         return None
-    low, high = 0, LARGEST  # exposed at low (no images), hidden at high
+    low, high = 0, MAX_BATCH  # exposed at low (no images), hidden at high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if is_exposed(middle) else (low, middle)
@@ -152,47 +152,50 @@ def measure(name: str, ranks: int, images: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for parallel in ("ddp", "fsdp"):
         traffic = record_fsdp(model, ranks) if parallel == "fsdp" else list_ddp(model)
-        found = estimate(make_step(model, parallel, ranks, images), traffic)
-        hides = find_hiding_batch(model, parallel, ranks, traffic)
+        estimates = estimate(make_step(model, parallel, ranks, images), traffic)
+        batch = find_hiding_batch(model, parallel, ranks, traffic)
         row: dict[str, Any] = {"model": f"ViT-{name}", "parallel": parallel, "ranks": ranks, "batch": images}
         row |= {"collectives": len(traffic.collectives), "sizes": traffic.collectives}
-        row |= {"sent_bytes": traffic.sent(ranks), "shard_bytes": traffic.shard_bytes, **found}
-        row |= {"images_per_second": ranks * images / found["step"], "hides_at": hides}
-        at = estimate(make_step(model, parallel, ranks, hides), traffic)["bytes"] if hides else None
-        rows.append(row | {"bytes_there": at, "fits_there": at is not None and at <= H200.usable_bytes})
+        row |= {"sent_bytes": traffic.sent(ranks), "shard_bytes": traffic.shard_bytes, **estimates}
+        row |= {"images_per_second": ranks * images / estimates["step"], "hidden_from": batch}
+        needed = estimate(make_step(model, parallel, ranks, batch), traffic)["bytes"] if batch else None
+        rows.append(row | {"hidden_bytes": needed, "hidden_fits": needed is not None and needed <= H200.usable_bytes})
     return rows
 
 
-def show_rows(rows: Sequence[dict[str, Any]]) -> None:
-    shown: list[list[Any]] = []
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    lines: list[list[Any]] = []
     for row in rows:
         numbers = [row["ranks"], row["collectives"], f"{row['sent_bytes'] / GIB:.2f}"]
         numbers += [f"{1000 * row[name]:,.0f}" for name in ("computation", "communication", "step")]
         numbers += [f"{row['images_per_second']:,.0f}", f"{row['bytes'] / GIB:.1f}"]
-        there = f"{row['hides_at']} ({row['bytes_there'] / GIB:.0f} GiB)" if row["hides_at"] else f"> {LARGEST}"
-        limit = "" if row["fits_there"] or not row["hides_at"] else ", does not fit"
-        shown.append([row["model"], row["parallel"], *numbers, there + limit])
-    recorded, computed = ("collectives", "GiB sent"), ("compute ms", "comm ms", "step ms", "img/s", "GiB", "hides at")
-    title = (
-        f"one step, {rows[0]['batch']} images per rank, H200, bf16; collectives and GiB sent recorded, rest computed"
+        smallest = (
+            f"{row['hidden_from']} ({row['hidden_bytes'] / GIB:.0f} GiB)" if row["hidden_from"] else f"> {MAX_BATCH}"
+        )
+        limit = "" if row["hidden_fits"] or not row["hidden_from"] else ", does not fit"
+        lines.append([row["model"], row["parallel"], *numbers, smallest + limit])
+    recorded, computed = (
+        ("collectives", "GiB sent"),
+        ("compute ms", "comm ms", "step ms", "img/s", "GiB", "hidden from"),
     )
-    show(title, ("model", "parallel", "ranks", *recorded, *computed), shown, left=("model", "parallel"))
-    print("compute ms: from rates measured on one H200 (G/14 extrapolated); comm ms: published links x assumed share")
+    title = f"one step, {rows[0]['batch']} images per rank, H200, bf16; collectives and GiB sent are recorded"
+    print_table(title, ("model", "parallel", "ranks", *recorded, *computed), lines, left=("model", "parallel"))
+    print("compute ms: from rates measured on one H200 (G/14 extrapolated); comm ms: from published link rates")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--models", default="L/16,H/14,G/14")
-    parser.add_argument("--ranks", default="8,64,1024", help="sizes of the process group")
-    parser.add_argument("--batch", type=int, default=64, help="images per rank")
-    words = parser.parse_args(arguments)
+    parser.add_argument("--models", default="L/16,H/14,G/14", help="Sizes, separated by commas")
+    parser.add_argument("--ranks", default="8,64,1024", help="Sizes of the process group")
+    parser.add_argument("--batch", type=int, default=64, help="Images per rank")
+    args = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    for name in words.models.split(","):
-        for ranks in map(int, words.ranks.split(",")):
-            rows += measure(name, ranks, words.batch)
+    for name in args.models.split(","):
+        for ranks in map(int, args.ranks.split(",")):
+            rows += measure(name, ranks, args.batch)
             print(f"  ViT-{name}, {ranks} ranks: recorded", file=sys.stderr, flush=True)
-    show_rows(rows)
-    publish("bench.scaling", arguments, words.json, title="scaling", rows=rows)
+    print_rows(rows)
+    write_results("bench.scaling", arguments, args.json, title="scaling", rows=rows)
 
 
 if __name__ == "__main__":

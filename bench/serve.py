@@ -1,22 +1,19 @@
-"""The server against LitServe and a plain Starlette script: the same ViT-Ti/16, the same photos, 64 clients.
+"""The server compared with LitServe and a plain Starlette script: the same ViT-Ti/16, the same photos, 64 clients.
 
-    python -m bench.serve --data DIR [--weights FILE] [--clients 64] [--seconds 20] [--json FILE]
+    python -m bench.serve --data DIR [--clients 64] [--seconds 20] [--json FILE]
 
-DIR is the data root: its imagenet-photos are sent as multipart/form-data, since LitServe takes no raw bodies. The
-servers run one after the other, in rounds, each in processes of its own on the loopback interface. The clients are one
-process on the same cores. CPU ms is the time that a server's processes spent per image, which other load on the machine
-hardly changes; images/s and latency mean something only on idle cores.
+The photos of imagenet-photos are sent as multipart/form-data, since LitServe accepts no raw bodies. The servers run
+one after the other, in rounds, in their own processes. The clients are one process on the same cores. "CPU ms" is the
+CPU time of the server per image, which other load on the machine hardly changes; measure images/s and latency on idle
+cores.
 
-plainvit     `plainvit serve`, with the backend and the precision that it chooses by itself
-fp32         `plainvit serve --precision fp32`: as the two others
-torch        `plainvit serve --precision fp32 --backend torch`: the model runs in PyTorch, too
-litserve     LitServe with batches of 32 and a batch timeout of 2 ms, timm-style decoding by Pillow, PyTorch
-plain        a Starlette route that decodes by Pillow and calls the model, one image at a time, in a thread pool
-
-LitServe is measured where it is installed (pip install litserve).
+plainvit     `plainvit serve`, with the backend and the precision that it chooses
+fp32         `plainvit serve --precision fp32`
+torch        `plainvit serve --precision fp32 --backend torch`
+litserve     LitServe with batches of 32 and a batch timeout of 2 ms, PyTorch fp32 (pip install litserve)
+plain        a Starlette route that calls the PyTorch model in a thread pool, one image at a time, fp32
 """
 
-import asyncio
 import importlib.util
 import statistics
 import sys
@@ -25,10 +22,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.clients import encode_request, find_port, read_cpu_seconds, read_photos, send, start, summarise
-from bench.measure import make_parser, publish, show, tell
+from bench.clients import encode_request, find_port, measure_server, start_server
+from bench.measure import make_parser, print_table, warn_skipped, write_results
+from bench.photos import read_photos
 
-# What the two peers do with a photo: Pillow, the preprocessing of the weights, fp32
+# The preprocessing of the weights by Pillow, and the model in fp32, for both peers
 MODEL = """
 import io, sys, torch, numpy as np
 from PIL import Image
@@ -94,69 +92,59 @@ uvicorn.run(Starlette(routes=[Route("/predict", predict, methods=["POST"])]), po
 """
 
 
-def commands(weights: Path, folder: Path) -> dict[str, tuple[list[str], int]]:
-    """system -> its command and its port."""
-    found: dict[str, tuple[list[str], int]] = {}
-    exact = ["--precision", "fp32"]
-    for name, flags in {"plainvit": [], "fp32": exact, "torch": [*exact, "--backend", "torch"]}.items():
+def make_commands(weights: Path, folder: Path) -> dict[str, tuple[list[str], int]]:
+    """Server -> its command and port."""
+    commands: dict[str, tuple[list[str], int]] = {}
+    fp32 = ["--precision", "fp32"]
+    for name, flags in {"plainvit": [], "fp32": fp32, "torch": [*fp32, "--backend", "torch"]}.items():
         port = find_port()
         flags = [*flags, "--port", str(port), "--deadline", "60", "--no-explain"]
-        found[name] = [sys.executable, "-m", "plainvit", "serve", f"ti={weights}", *flags], port
+        commands[name] = [sys.executable, "-m", "plainvit", "serve", f"ti={weights}", *flags], port
     for name, code in (("litserve", LITSERVE), ("plain", PLAIN)):
         port = find_port()
         script = folder / f"{name}_server.py"
         script.write_text(f"WEIGHTS, PORT = {str(weights)!r}, {port}\n{MODEL}{code}")
-        found[name] = [sys.executable, str(script)], port
-    return found
+        commands[name] = [sys.executable, str(script)], port
+    return commands
+
+
+def make_row(name: str, rounds: list[dict[str, float]], litserve: list[dict[str, float]] | None) -> dict[str, Any]:
+    median = {key: statistics.median(values[key] for values in rounds) for key in rounds[0]}
+    return {
+        "server": name,
+        "images_per_second": round(median["rate"], 1),
+        "p50_ms": round(median["p50_ms"]),
+        "p99_ms": round(median["p99_ms"]),
+        "cpu_ms": round(median["cpu_ms"], 1),
+        "failed": int(median["failed"]),
+        "ratio": round(median["rate"] / statistics.median(r["rate"] for r in litserve), 2) if litserve else "",
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser(__doc__, repeats=3)
-    parser.add_argument("--data", type=Path, required=True, help="the data root, with imagenet-photos and weights")
-    parser.add_argument("--weights", type=Path, help="ViT-Ti/16 weights; default: weights/ of the data root")
+    parser = make_parser(__doc__, repeats=3, data="imagenet-photos and weights")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
-    options = parser.parse_args(arguments)
-    photos = [encode_request([photo]) for photo in read_photos(options.data)]
-    weights = options.weights or options.data / "weights" / "vit_ti16_augreg.safetensors"
-    left_out: list[str] = []
-    results: dict[str, list[dict[str, float]]] = {}
+    parser.add_argument("--seconds", type=float, default=20.0, help="Duration of each measurement")
+    args = parser.parse_args(arguments)
+    requests = [encode_request([photo]) for photo in read_photos(args.data)]
+    weights = args.data / "weights" / "vit_ti16_augreg.safetensors"
+    skipped: list[str] = []
+    rounds: dict[str, list[dict[str, float]]] = {}
     with TemporaryDirectory() as folder:
-        systems = commands(weights.resolve(), Path(folder))
+        commands = make_commands(weights.resolve(), Path(folder))
         if importlib.util.find_spec("litserve") is None:
-            tell("litserve: it is not installed (pip install litserve)", left_out)
-            del systems["litserve"]
-        for _ in range(options.repeats):
-            for name, (command, port) in systems.items():
-                results.setdefault(name, []).append(measure(command, port, photos, options))
-    rows = [describe(name, some, results.get("litserve")) for name, some in results.items()]
-    columns = ("server", "images/s", "p50 ms", "p99 ms", "CPU ms", "failed", "times litserve")
-    title = f"ViT-Ti/16, {options.clients} clients, median of {options.repeats} rounds"
-    show(title, columns, [list(row.values()) for row in rows], left=("server",))
-    publish("bench.serve", arguments, options.json, title=title, rows=rows, rounds=results, left_out=left_out)
-
-
-def measure(command: Sequence[str], port: int, photos: Sequence[bytes], options: Any) -> dict[str, float]:
-    with start(command, port, photos) as session:
-        asyncio.run(send(port, photos, clients=options.clients, seconds=2.0))  # warm up
-        cpu = read_cpu_seconds(session)
-        answers = asyncio.run(send(port, photos, clients=options.clients, seconds=options.seconds))
-        cpu = (read_cpu_seconds(session) - cpu) / max(len(answers), 1)
-    return summarise(answers) | {"cpu_ms": 1e3 * cpu}
-
-
-def describe(name: str, some: list[dict[str, float]], reference: list[dict[str, float]] | None) -> dict[str, Any]:
-    middle = {key: statistics.median(one[key] for one in some) for key in some[0]}
-    ratio = middle["rate"] / statistics.median(one["rate"] for one in reference) if reference else None
-    return {
-        "server": name,
-        "images_per_second": round(middle["rate"], 1),
-        "p50_ms": round(middle["p50_ms"]),
-        "p99_ms": round(middle["p99_ms"]),
-        "cpu_ms": round(middle["cpu_ms"], 1),
-        "failed": int(middle["failed"]),
-        "ratio": "" if ratio is None else round(ratio, 2),
-    }
+            warn_skipped("litserve: it is not installed (pip install litserve)", skipped)
+            del commands["litserve"]
+        for _ in range(args.repeats):
+            for name, (command, port) in commands.items():
+                with start_server(command, port, requests) as session:
+                    result = measure_server(session, port, requests, clients=args.clients, seconds=args.seconds)
+                rounds.setdefault(name, []).append(result)
+    rows = [make_row(name, results, rounds.get("litserve")) for name, results in rounds.items()]
+    columns = ("server", "images/s", "p50 ms", "p99 ms", "CPU ms", "failed", "x litserve")
+    title = f"ViT-Ti/16, {args.clients} clients, median of {args.repeats} rounds"
+    print_table(title, columns, [list(row.values()) for row in rows], left=("server",))
+    write_results("bench.serve", arguments, args.json, title=title, rows=rows, rounds=rounds, skipped=skipped)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""From the command to the predictions: `plainvit predict` on ten photos and a bare PyTorch script of the same model.
+"""Time from the command to the first predictions, and to the first training step.
 
     python -m bench.start --data DIR [--repeats 7] [--json FILE]
-    python -m bench.start --data DIR --steps                 to the first training step of finetune and train
+    python -m bench.start --data DIR --steps
 
-DIR has imagenet-photos, oxford-pets and weights/vit_ti16_augreg.safetensors. Every measurement is a new process, in
-turns with the others, with the same number of threads. The script is bench/bare.py; both must predict the same
-probabilities. "torch alone" imports torch and ends. CPU seconds change less than wall time on a busy machine. The
-target is a ratio of 1.5.
+Predictions: `plainvit predict` on ten photos compared with bench/bare.py, a plain PyTorch script of the same model.
+Each measurement is a new process, in turns, with the same number of threads. Both must predict the same
+probabilities. "torch alone" imports torch and ends. CPU seconds change less than seconds on a busy machine. Target:
+1.5 times the script.
 
-First steps: "import" is a process that imports the training code and ends; "compile" is what the first step takes
-longer than the fourth; "data" is the rest until the end of the first step: reading the images, loading the weights and,
-for finetune, fitting the linear head. "capture" is what the third step takes longer, in which small models on a GPU are
-captured as CUDA graphs: it comes after the first step. "cold" has no bytecode, compiled kernels or other caches; the
-files are in the page cache. train cifar10 needs a GPU, and DIR/cifar10.
+--steps: the time of `plainvit finetune` and `plainvit train` to the end of the first step. "import": a process that
+only imports the training code. "compile": how much longer the first step takes than the fourth. "data": the rest,
+which is reading images, loading weights and, for finetune, fitting the linear head. "capture": how much longer the
+third step takes, in which small models on a GPU are captured as CUDA graphs; it is not part of the total. "cold" is
+without bytecode, compiled kernels and other caches; the files are in the page cache. train cifar10 needs a GPU and
+DIR/cifar10.
 """
 
 import json
@@ -24,211 +25,159 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from bench.measure import interleaved, make_parser, report, summary
-from plainvit.data.sources import open_source
+from bench.measure import make_parser, report, run_interleaved, summarize
+from bench.photos import BY_CLASS, select_per_class, write_images
+from plainvit.data.sources import Subset, open_source
 from plainvit.train.graphs import WARM
 
-PLAINVIT, BARE = "plainvit predict", "bare script"
-CAPTURED, ORDINARY = WARM + 1, WARM + 2  # steps: the one that is captured as CUDA graphs, and the next one
+PLAINVIT, SCRIPT = "plainvit predict", "bare script"
+PHOTOS, THREADS = 10, 2
+CAPTURED, ORDINARY = WARM + 1, WARM + 2  # steps: the one that is captured as a CUDA graph, and the next one
 TOLERANCE = 0.02  # of a probability: the two resize with different code
-LIMIT = 1.5
+TARGET = 1.5
 
 
-PARTS = ("import", "load", "predict")
-# What each part runs, in one process
-SPLIT = {
-    PLAINVIT: (
-        "from plainvit.evaluate import inputs, predict, predictor",
-        "made = predictor.Predictor(WEIGHTS)",
-        "list(predict.rows(predict.PredictionJob(made, 5), inputs.find([PHOTOS]), engine=predict.predict_locally))",
-    ),
-    BARE: (
-        "import bare",
-        "weights = bare.load_file(WEIGHTS)",
-        "bare.predict(weights, bare.list_files(PHOTOS))",
-    ),
-}
+def make_environment() -> dict[str, str]:
+    """With PASSIVE, waiting threads use no CPU time."""
+    return os.environ | {"OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def environment(threads: int) -> dict[str, str]:
-    """Threads that wait are not counted as busy."""
-    return os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+# Predictions ----------------------------------------------------------------------------------------------------------
 
 
-def split(parts: Sequence[str], weights: str, photos: str, threads: int) -> list[float]:
-    """Seconds of the three parts in one new process."""
-    lines = [f"WEIGHTS, PHOTOS = {weights!r}, {photos!r}", "import time; marks = [time.perf_counter()]"]
-    for part in parts:
-        lines += [part, "marks.append(time.perf_counter())"]
-    lines.append("print([b - a for a, b in zip(marks, marks[1:])])")
-    folder = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    command, variables = [sys.executable, "-c", "\n".join(lines)], environment(threads) | {"PYTHONPATH": folder}
-    child = subprocess.run(command, check=True, capture_output=True, text=True, env=variables)
-    return json.loads(child.stdout)
-
-
-def write_photos(data: Path, folder: Path, count: int) -> None:
-    source = open_source(str(data / "imagenet-photos"))
-    folder.mkdir()
-    for index in range(count):
-        pixels = source.read(index)
-        assert isinstance(pixels, bytes)
-        (folder / f"{index:02d}.jpg").write_bytes(pixels)
-
-
-def run(command: Sequence[str], threads: int) -> tuple[str, float, float]:
+def run_process(command: Sequence[str]) -> tuple[str, float, float]:
     """Output, seconds and CPU seconds of a new process."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    child = subprocess.run(command, check=True, capture_output=True, text=True, env=environment(threads))
+    child = subprocess.run(command, check=True, capture_output=True, text=True, env=make_environment())
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     return child.stdout, seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def compare(ours: str, theirs: str) -> float:
-    """The greatest difference of the probability of a photo's most probable class."""
+def compare_predictions(ours: str, theirs: str) -> float:
+    """The largest difference of the probability of a photo's most probable class."""
     pairs = [(json.loads(a), json.loads(b)) for a, b in zip(ours.splitlines(), theirs.splitlines(), strict=True)]
     return max(abs(a["predictions"][0]["probability"] - b["probabilities"][0]) for a, b in pairs)
 
 
-def measure(commands: dict[str, list[str]], files: tuple[str, str], repeats: int, threads: int) -> list[dict[str, Any]]:
-    """Rows of seconds and CPU seconds; ratios are medians of those within a round."""
-    difference = compare(*(run(commands[name], threads)[0] for name in (PLAINVIT, BARE)))  # fills the page cache too
-    if difference > TOLERANCE:
-        raise SystemExit(f"the predictions differ: a probability by {difference:.3f}")
-    busy: dict[str, list[float]] = {name: [] for name in commands}
+def measure_predictions(data: Path, repeats: int) -> list[dict[str, Any]]:
+    """Rows of seconds and CPU seconds; ratios are medians of the ratios within a round."""
+    weights = str(data / "weights" / "vit_ti16_augreg.safetensors")
+    cpu_seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as photos:
+        source = open_source(str(data / "imagenet-photos"))
+        write_images(Subset(source, np.arange(PHOTOS)), Path(photos), "{index:02d}.jpg")
+        commands = {
+            PLAINVIT: [sys.executable, "-m", "plainvit", "predict", weights, photos, "--json"],
+            SCRIPT: [sys.executable, str(Path(__file__).with_name("bare.py")), weights, photos],
+            "torch alone": [sys.executable, "-c", "import torch"],
+        }
+        difference = compare_predictions(*(run_process(commands[name])[0] for name in (PLAINVIT, SCRIPT)))
+        if difference > TOLERANCE:
+            raise SystemExit(f"the predictions differ: a probability by {difference:.3f}")
 
-    def timed(name: str) -> float:
-        _, seconds, cpu = run(commands[name], threads)
-        busy[name].append(cpu)
-        return seconds
+        def measure(name: str) -> float:
+            _, seconds, cpu = run_process(commands[name])
+            cpu_seconds.setdefault(name, []).append(cpu)
+            return seconds
 
-    wall = interleaved({name: (lambda name=name: timed(name)) for name in commands}, repeats)
-    parts: dict[str, list[list[float]]] = {name: [] for name in SPLIT}
-    for name in list(SPLIT) * repeats:
-        parts[name].append(split(SPLIT[name], *files, threads))
+        wall_seconds = run_interleaved({name: partial(measure, name) for name in commands}, repeats)
     rows: list[dict[str, Any]] = []
-    for unit, times in (("s", wall), ("CPU s", busy)):
+    for unit, times in (("s", wall_seconds), ("CPU s", cpu_seconds)):
         for name, values in times.items():
-            ratio = statistics.median(a / b for a, b in zip(values, times[BARE], strict=True))
-            rows.append({"what": name, "unit": unit, "ratio": ratio, "difference": difference, **summary(values)})
-            rows[-1]["remark"] = f"{ratio:.2f}x the bare script" + (f" (limit {LIMIT})" if name == PLAINVIT else "")
-    for name, found in parts.items():
-        for at, part in enumerate(PARTS):
-            rows.append({"what": f"{name}: {part}", "unit": "s", **summary([one[at] for one in found])})
+            ratio = statistics.median(a / b for a, b in zip(values, times[SCRIPT], strict=True))
+            remark = f"{ratio:.2f}x the bare script" + (f" (target {TARGET})" if name == PLAINVIT else "")
+            row = {"name": name, "unit": unit, "ratio": ratio, "remark": remark, "difference": difference}
+            rows.append(row | summarize(values))
     return rows
 
 
 # First steps ----------------------------------------------------------------------------------------------------------
 
 
-def write_pets(data: Path, folder: Path, classes: int, each: int) -> None:
-    """A folder for each class with photos of Oxford Pets."""
-    source = open_source(str(data / "oxford-pets"))
-    for index in range(len(source)):
-        label = int(source.labels[index])
-        target = folder / f"{label:02d}"
-        if label >= classes or (target.exists() and len(list(target.iterdir())) == each):
-            continue
-        pixels = source.read(index)
-        assert isinstance(pixels, bytes)
-        target.mkdir(parents=True, exist_ok=True)
-        (target / f"{index}.webp").write_bytes(pixels)
-
-
-def time_first_step(words: Sequence[str], caches: Path, threads: int) -> dict[str, float]:
-    """Seconds to the end of step 1 by part; the process is stopped after step 4, which is an ordinary one."""
-    places = {"PYTHONPYCACHEPREFIX": "bytecode", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "other"}
-    variables = environment(threads) | {name: str(caches / folder) for name, folder in places.items()}
+def time_first_step(arguments: Sequence[str], caches: Path) -> dict[str, float]:
+    """Seconds to the end of step 1, by part. The process is killed after step 4."""
+    folders = {"PYTHONPYCACHEPREFIX": "bytecode", "TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "other"}
+    environment = make_environment() | {name: str(caches / folder) for name, folder in folders.items()}
     started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import plainvit.train.run"], check=True, env=variables)
-    imported = time.perf_counter() - started
+    subprocess.run([sys.executable, "-c", "import plainvit.train.run"], check=True, env=environment)
+    import_seconds = time.perf_counter() - started
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "plainvit", *words, "--out", f"{out}/run"]
+        command = [sys.executable, "-m", "plainvit", *arguments, "--out", f"{out}/run"]
         started = time.time()
-        child = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
-            lines = wait_for_steps(Path(out) / "run" / "metrics.jsonl", child, ORDINARY)
+            lines = wait_for_step(Path(out) / "run" / "metrics.jsonl", child, ORDINARY)
         finally:
             child.kill()
             child.communicate()
     total, ordinary = lines[1]["time"] - started, lines[ORDINARY]["seconds"]
     return {
         "total": total,
-        "import": imported,
-        "data": total - imported - lines[1]["seconds"],
+        "import": import_seconds,
+        "data": total - import_seconds - lines[1]["seconds"],
         "compile": max(lines[1]["seconds"] - ordinary, 0.0),
         "capture": max(lines[CAPTURED]["seconds"] - ordinary, 0.0),
         "ordinary step": ordinary,
     }
 
 
-def wait_for_steps(metrics: Path, child: "subprocess.Popen[str]", last: int) -> dict[int, Any]:
+def wait_for_step(metrics: Path, child: "subprocess.Popen[str]", step: int) -> dict[int, Any]:
     """The lines of the first steps, by their number."""
     while True:
-        ended = child.poll() is not None
+        has_ended = child.poll() is not None
         text = metrics.read_text() if metrics.exists() else ""
-        found = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        lines = {line["step"]: line for line in found if "seconds" in line}
-        if last in lines:
+        entries = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        lines = {entry["step"]: entry for entry in entries if "seconds" in entry}
+        if step in lines:
             return lines
-        if ended:
-            raise SystemExit(f"the command ended before step {last}: {child.communicate()[1][-500:]}")
+        if has_ended:
+            raise SystemExit(f"the command ended before step {step}: {child.communicate()[1][-500:]}")
         time.sleep(0.02)
 
 
-def measure_first_steps(data: Path, repeats: int, threads: int) -> list[dict[str, Any]]:
-    """Each round: every command with empty caches, then with the caches that it left."""
-    found: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as place:
-        write_pets(data, Path(place) / "pets", classes=8, each=40)
+def measure_first_steps(data: Path, repeats: int) -> list[dict[str, Any]]:
+    """In each round, every command runs with empty caches, then with the caches that it left."""
+    rounds: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as pets:
+        source = open_source("oxford-pets", data_root=data)
+        write_images(select_per_class(source, 8, 40), Path(pets), f"{BY_CLASS}.webp")
         weights = str(data / "weights" / "vit_ti16_augreg.safetensors")
         commands = {
-            "finetune, 8 breeds x 40": ["finetune", "--init", weights, "--data", f"{place}/pets"],
+            "finetune, 8 breeds x 40": ["finetune", "--init", weights, "--data", pets],
             "train digits": ["train", "digits"],
         }
         if (data / "cifar10").is_dir() and torch.cuda.is_available():
             commands["train cifar10"] = ["train", "cifar10", "--data-root", str(data)]
         for number in range(repeats):
-            for name, words in commands.items():
+            for name, arguments in commands.items():
                 with tempfile.TemporaryDirectory() as caches:
                     for state in ("cold", "warm"):
-                        parts = time_first_step(words, Path(caches), threads)
-                        found.setdefault(f"{name}, {state}", []).append(parts)
+                        parts = time_first_step(arguments, Path(caches))
+                        rounds.setdefault(f"{name}, {state}", []).append(parts)
                         print(f"  round {number + 1}/{repeats}  {name}, {state}: {parts['total']:.1f}", file=sys.stderr)
     return [
-        {"what": f"{name}: {part}", "unit": "s", **summary([parts[part] for parts in rounds])}
-        for name, rounds in found.items()
-        for part in ("total", "import", "data", "compile", "capture", "ordinary step")
+        {"name": f"{name}: {part}", "unit": "s", **summarize([values[part] for values in of_command])}
+        for name, of_command in rounds.items()
+        for part in of_command[0]
     ]
 
 
-def main() -> None:
-    parser = make_parser(__doc__, repeats=7)
-    parser.add_argument("--data", type=Path, required=True, help="folder with imagenet-photos and weights")
-    parser.add_argument("--photos", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", action="store_true", help="time to the first training step instead")
-    words = parser.parse_args()
-    if words.steps:
-        rows = measure_first_steps(words.data, words.repeats, words.threads)
-        report("bench.start", f"to the first training step, {words.threads} threads", rows, words.json)
-        return
-    weights = str(words.data / "weights" / "vit_ti16_augreg.safetensors")
-    with tempfile.TemporaryDirectory() as place:
-        photos = Path(place) / "photos"
-        write_photos(words.data, photos, words.photos)
-        commands = {
-            PLAINVIT: [sys.executable, "-m", "plainvit", "predict", weights, str(photos), "--json"],
-            BARE: [sys.executable, str(Path(__file__).with_name("bare.py")), weights, str(photos)],
-            "torch alone": [sys.executable, "-c", "import torch"],
-        }
-        rows = measure(commands, (weights, str(photos)), words.repeats, words.threads)
-    report("bench.start", f"{words.photos} photos, ViT-Ti/16, {words.threads} threads, new processes", rows, words.json)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser(__doc__, repeats=7, data="imagenet-photos and weights; with --steps also oxford-pets")
+    parser.add_argument("--steps", action="store_true", help="Measure the time to the first training step instead")
+    args = parser.parse_args(arguments)
+    if args.steps:
+        rows, title = measure_first_steps(args.data, args.repeats), "to the first training step"
+    else:
+        rows, title = measure_predictions(args.data, args.repeats), f"{PHOTOS} photos, ViT-Ti/16, new processes"
+    report("bench.start", arguments, args.json, f"{title}, {THREADS} threads", rows)
 
 
 if __name__ == "__main__":

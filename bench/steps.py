@@ -1,11 +1,10 @@
-"""Training steps to be timed: plainvit's own, that of the training loop, and those of its peers, on the same batches.
+"""Training steps to time: those of plainvit's training loop and those of the peers, on the same batches.
 
-    job = Job("B/16", configure("ViT-B/16"), 256, "cuda", compiled=True)
-    draw(job)
-    step, flops = make("plainvit", job)
-    step()                                               one step; the loss
+    job = make_job("B/16", configure("ViT-B/16"), 256, "cuda", compiled=True)
+    step, flops = build_step("plainvit", job)
+    loss = step()
 
-A further way of training with plainvit is a line in VARIANTS.
+A further way to train with plainvit is a line in VARIANTS.
 """
 
 import contextlib
@@ -22,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.measure import step_flops
-from bench.peers import RATE, PeerStep, cudnn_attention
+from bench.measure import count_training_flops
+from bench.peers import LEARNING_RATE, PeerStep, set_cudnn_attention
 from plainvit.config import Config, Masked, Optim, Preprocess, ViTConfig
 from plainvit.data.loader import Batch
 from plainvit.data.sources import Source
@@ -36,79 +35,78 @@ from plainvit.train.setup import build_training
 from plainvit.train.step import Prefetcher
 from plainvit.train.transfer import resolve
 
-BATCHES, SEEN = 4, 16  # different batches, of so many classes: the loss must fall, for a loss that stays says nothing
-OURS = "plainvit"
+BATCHES, CLASSES = 4, 16  # few batches and classes: the loss falls, so that differences between systems show
+BASELINE = "plainvit"
+FORMS = {"default": False, "tuned": True}  # of a peer -> whether it is tuned
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way of training with plainvit: changes of its config, and the FLOPs that it executes for an image."""
+    """A way to train with plainvit."""
 
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    executed: Callable[[ViTConfig], float] = step_flops
-    parity: float = 0.0  # its own limit in place of PARITY's, where it rounds more or has another loss
-    model: Mapping[str, Any] = field(default_factory=dict)  # changes of its model
+    changes: Mapping[str, Any] = field(default_factory=dict)  # of the config
+    model: Mapping[str, Any] = field(default_factory=dict)  # changes of the model's config
+    executed_flops: Callable[[ViTConfig], float] = count_training_flops  # of one image
+    loss_limit: float | None = None  # largest relative difference of the loss from plainvit's; None: the default
 
 
-def without_last_tokens(model: ViTConfig) -> float:
-    """FLOPs where the last block has its queries, its sum over heads and its MLP for the class token alone."""
+def count_executed_flops(model: ViTConfig) -> float:
+    """FLOPs of one image where the last block computes queries, attention and MLP for the class token only."""
     others, D = model.tokens - 1, model.width
-    return step_flops(model) - 6 * others * (2 * D * D + 2 * D * model.mlp_dim + 2 * model.tokens * D)
+    return count_training_flops(model) - 6 * others * (2 * D * D + 2 * D * model.mlp_dim + 2 * model.tokens * D)
 
 
 MAE = {"objective": "mae", "masked": Masked(ratio=0.75, target="pixels", normalise=True)}
-# The first is what everything is compared with; its models read the class token
 VARIANTS = {
-    OURS: Variant(executed=without_last_tokens),
-    "plainvit, no graphs": Variant({"graphs": "off"}, without_last_tokens),
+    BASELINE: Variant(executed_flops=count_executed_flops),
     "plainvit, plain": Variant({"graphs": "off", "fast_path": "off"}),
-    "plainvit, fp8": Variant({"precision": "fp8"}, without_last_tokens, 0.02),
-    # For the cost of MAE (a quarter of the patches, the published decoder) next to that of labels on every token
-    "plainvit, every token": Variant(parity=math.inf, model={"pool": "average"}),
-    "plainvit, MAE": Variant(MAE, parity=math.inf, model={"classes": 0, "posemb": "sincos2d"}),
+    "plainvit, fp8": Variant({"precision": "fp8"}, executed_flops=count_executed_flops, loss_limit=0.02),
+    # To compare the cost of MAE (a quarter of the patches, the published decoder) with training on labels
+    "plainvit, every token": Variant(model={"pool": "average"}, loss_limit=math.inf),
+    "plainvit, MAE": Variant(MAE, model={"classes": 0, "posemb": "sincos2d"}, loss_limit=math.inf),
 }
-FORMS = {"as shipped": False, "tuned": True}  # of a peer -> whether it is tuned
 
 
 @dataclass
 class Job:
-    """One model and its batches: what every system is given alike."""
+    """A model and its batches, the same for every system."""
 
     name: str
     model: ViTConfig
     batch: int
     device: str
     compiled: bool
-    mode: str = "default"
-    pixels: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # images in uint8, and labels
-    floats: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the same images as the peers take them
-    weights: dict[str, Tensor] = field(default_factory=dict)  # plainvit's before its first step, on the host
+    batches: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # uint8 images and labels, for plainvit
+    normalized: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the same as floats, for the peers
+    weights: dict[str, Tensor] = field(default_factory=dict)  # plainvit's initial weights, on the host
 
 
-def draw(job: Job) -> None:
-    """Batches of noise over a colour that tells the class."""
-    generator = torch.Generator(job.device).manual_seed(0)
-    draw_ = partial(torch.randint, generator=generator, device=job.device)
-    colours = draw_(0, 128, (SEEN, job.model.channels, 1, 1), dtype=torch.uint8)
+def make_job(name: str, model: ViTConfig, batch: int, device: str, *, compiled: bool) -> Job:
+    """Draws images of noise whose mean colour depends on the class."""
+    job = Job(name, model, batch, device, compiled)
+    generator = torch.Generator(device).manual_seed(0)
+    randint = partial(torch.randint, generator=generator, device=device)
+    colours = randint(0, 128, (CLASSES, model.channels, 1, 1), dtype=torch.uint8)
     for _ in range(BATCHES):
-        labels = draw_(0, min(SEEN, job.model.classes), (job.batch,))
-        noise = draw_(0, 128, (job.batch, job.model.channels, *job.model.image_size), dtype=torch.uint8)
-        job.pixels.append((noise + colours[labels], labels))
-        job.floats.append((job.pixels[-1][0].float() / 127.5 - 1, labels))
+        labels = randint(0, min(CLASSES, model.classes), (batch,))
+        images = randint(0, 128, (batch, model.channels, *model.image_size), dtype=torch.uint8) + colours[labels]
+        job.batches.append((images, labels))
+        job.normalized.append((images.float() / 127.5 - 1, labels))
+    return job
 
 
-class System(Protocol):
-    """Whole training steps, one a call; the loss comes back, perhaps before the device has it."""
+class TrainingStep(Protocol):
+    """One training step per call. Returns the loss; a tensor may still be computed on the device."""
 
-    around: Callable[[], Any]  # which attention backends may be used, for as long as it is entered
+    attention_context: Callable[[], Any]  # a context in which to call it: the allowed attention backends
 
     def __call__(self) -> float | Tensor: ...
 
     def close(self) -> None: ...
 
 
-class Noise(Source):
-    """Stands for the training images: their number and classes; the batches themselves are given."""
+class EmptySource(Source):
+    """Number of images and classes for the setup of a training, whose batches come from elsewhere."""
 
     def __init__(self, images: int, classes: int) -> None:
         self.labels = np.zeros(images, np.int32)
@@ -118,85 +116,82 @@ class Noise(Source):
         return np.zeros((8, 8, 3), np.uint8)
 
     def name(self, index: int) -> str:
-        return f"noise {index}"
+        return f"image {index}"
 
 
-class OurStep:
-    """plainvit's own training step, on batches as they come."""
+class PlainvitStep:
+    """Steps of plainvit's training loop on given batches."""
 
-    def __init__(self, config: Config, batches: Iterator[Batch], classes: int = 1000) -> None:
+    def __init__(self, config: Config, batches: Iterator[Batch], classes: int) -> None:
         config = config.replace(micro_batch=config.batch, steps=10**6, preprocess=Preprocess(), workers=0)
-        self.place = tempfile.TemporaryDirectory()  # nothing is written there while steps are finite
-        folder, splits = Folder(Path(self.place.name), writes=False), Splits(Noise(config.batch, classes), None, None)
-        self.run = build_training(config, splits, folder, quiet=True, world=World(device=config.device))
-        self.run.objective.train()
+        self.folder = tempfile.TemporaryDirectory()  # stays empty unless a step is not finite
+        splits = Splits(EmptySource(config.batch, classes), None, None)
+        folder, world = Folder(Path(self.folder.name), writes=False), World(device=config.device)
+        self.training = build_training(config, splits, folder, quiet=True, world=world)
+        self.training.objective.train()
         self.display = Display("bench", 1, quiet=True)
-        self.supply = Prefetcher(self.run, batches)
-        self.around: Callable[[], Any] = partial(cudnn_attention, False)
+        self.prefetcher = Prefetcher(self.training, batches)
+        self.attention_context: Callable[[], Any] = partial(set_cudnn_attention, False)
 
-    def weights(self) -> dict[str, Tensor]:
-        """On the host: a copy on the device would count as memory of the system."""
-        own = self.run.objective.model.state_dict()
-        return {name: x.detach().to("cpu", torch.float32, copy=True) for name, x in own.items()}
+    def copy_weights(self) -> dict[str, Tensor]:
+        """Copies to the host: on the device they would count as memory of the system."""
+        state = self.training.objective.model.state_dict()
+        return {name: x.detach().to("cpu", torch.float32, copy=True) for name, x in state.items()}
 
     def __call__(self) -> float:
-        line, _ = take_step(self.run, self.supply, self.display)
-        self.run.progress.step += 1
-        if "skipped" in line:  # no update was made: its time is not that of a step
-            raise FloatingPointError(f"step {line['step']} is not finite")
+        line, _ = take_step(self.training, self.prefetcher, self.display)
+        self.training.progress.step += 1
+        if "skipped" in line:  # without an update, the time is not that of a step
+            raise FloatingPointError(f"the loss or a gradient of step {line['step']} is not finite")
         return line["loss"]
 
     def close(self) -> None:
-        self.place.cleanup()
-        del self.run, self.supply
+        """Frees the memory."""
+        self.folder.cleanup()
+        del self.training, self.prefetcher
 
 
-def forever(pixels: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
-    """The same batches in turn."""
-    for images, labels in itertools.cycle(pixels):
+def cycle_batches(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
+    for images, labels in itertools.cycle(batches):
         yield Batch(images, labels, np.arange(len(images)))
 
 
 @contextlib.contextmanager
-def steps_on_data(config: Config) -> Iterator[Callable[[], float]]:
-    """A training step on the data of a config, its reading included: a function that returns its seconds."""
+def open_steps(config: Config) -> Iterator[Callable[[], float]]:
+    """A function that takes a training step on the data of a config, reading included, and returns its seconds."""
     splits = open_splits(config)
     splits.val = splits.test = None
     config = resolve(config, splits)
     with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
-        run = build_training(config, splits, folder, quiet=True)
-        run.objective.train()
+        training = build_training(config, splits, folder, quiet=True)
+        training.objective.train()
         display = Display("steps", config.steps, quiet=True)
-        with contextlib.closing(run.loader.batches(0, config.steps)) as batches:
-            prefetcher = Prefetcher(run, batches)
+        with contextlib.closing(training.loader.batches(0, config.steps)) as batches:
+            prefetcher = Prefetcher(training, batches)
 
             def step() -> float:
-                line, _ = take_step(run, prefetcher, display)
-                run.progress.step += 1
+                line, _ = take_step(training, prefetcher, display)
+                training.progress.step += 1
                 return line["seconds"]
 
             yield step
 
 
-def config_of(job: Job) -> Config:
-    """What the peers do: AdamW at one rate, without decay or clipping."""
-    return Config(
-        model=job.model,
+def build_step(name: str, job: Job) -> tuple[TrainingStep, float]:
+    """The system of a name, and its executed FLOPs per image. The first one of plainvit sets the weights of the job."""
+    if name not in VARIANTS:
+        library, _, form = name.partition(", ")
+        options = {"device": job.device, "tuned": FORMS[form], "compiled": job.compiled}
+        return PeerStep(library, job.model, job.weights, job.normalized, **options), count_training_flops(job.model)
+    variant = VARIANTS[name]
+    config = Config(
+        model=job.model.replace(**variant.model),
         batch=job.batch,
-        optim=Optim(lr=RATE, schedule="constant", weight_decay=0.0, clip=0.0),
+        optim=Optim(lr=LEARNING_RATE, schedule="constant", weight_decay=0.0, clip=0.0),  # as PeerStep
         device=job.device,
         compile="on" if job.compiled else "off",
+        **variant.changes,
     )
-
-
-def make(name: str, job: Job) -> tuple[System, float]:
-    """The system of a name, and the FLOPs that it executes for an image. plainvit's first weights become the job's."""
-    if name in VARIANTS:
-        one = VARIANTS[name]
-        config = config_of(job).replace(model=job.model.replace(**one.model), **one.changes)
-        ours = OurStep(config, forever(job.pixels), job.model.classes)
-        job.weights = job.weights or ours.weights()
-        return ours, one.executed(job.model)
-    library, _, form = name.partition(", ")
-    how = {"device": job.device, "tuned": FORMS[form], "compiled": job.compiled, "mode": job.mode}
-    return PeerStep(library, job.model, job.weights, job.floats, **how), step_flops(job.model)
+    step = PlainvitStep(config, cycle_batches(job.batches), job.model.classes)
+    job.weights = job.weights or step.copy_weights()
+    return step, variant.executed_flops(job.model)

@@ -1,22 +1,24 @@
-"""Training steps side by side: plainvit and its peers in one process, interleaved, from the same weights.
+"""Training speed of plainvit and its peers, interleaved in one process, from the same weights.
 
-    python -m bench.train                               B/16, L/16, H/14, S/16 and Ti/16, every peer
-    python -m bench.train --models B/16 --kernels       one size, and where plainvit's step goes
-    python -m bench.train --short                       plainvit and timm, B/16: under 3 minutes on an H200
-    python -m bench.train --models L/16,H/14 --systems "plainvit;plainvit, fp8;timm"        with matmuls in fp8
+    python -m bench.train                               B/16, L/16, H/14, S/16 and Ti/16, all peers
+    python -m bench.train --models B/16 --kernels       one size, and the kernels of plainvit's step
+    python -m bench.train --models L/16,H/14 --systems "plainvit;plainvit, fp8;timm"
     python -m bench.train --models B/16 --systems "plainvit;plainvit, every token;plainvit, MAE"   the cost of MAE
-    python -m bench.train --device cpu --models Ti/16 --batch 2 --repeats 2 --steps 1     shows only that this runs
+    python -m bench.train --device cpu --models Ti/16 --batch 2 --repeats 2 --steps 1     a trial
 
-A step is forward, cross-entropy, backward, AdamW's update and zeroed gradients, on random images that are on the device
-already: uint8 for plainvit, which normalises them itself; ready floats for the peers. plainvit's is the training loop's
-own (bench/steps.py), which also reads the loss and the norm of each step. The peers' forms are those of bench/peers.py.
-The first steps compile, warm up and hold every loss against plainvit's.
+A step is forward, cross-entropy, backward, AdamW and zero_grad, on random images that are on the device already: uint8
+for plainvit, which normalizes them itself, normalized floats for the peers. plainvit's step is that of its training
+loop, which also reads the loss and the gradient norm. bench/peers.py has the forms of the peers. Before the timing, the
+first steps compile, and their losses are compared with plainvit's.
 
-%: nominal FLOPs (3 x the forward pass) over the rate of a large product, which takes its turn in every round: a GPU at
-work is slower than a cool one. "executed" counts what a system really computes, but of MAE every token. GiB: the most
-that the system allocated in a step beyond what lay there before it was built. Device: the time of all kernels of a
-step. All systems stay on the device where their weights and optimisers leave it at least two thirds of its memory;
-otherwise each peer is alone there with plainvit, in turns with it, and peers are compared through plainvit.
+MFU, HFU   FLOPs of the whole model (3 x the forward pass) and FLOPs really executed (for MAE: of every token), in
+           percent of the rate of a large matmul that is measured in the same rounds, because a warm GPU is slower
+GiB        peak memory of the system
+kernel ms  sum of all kernels of a step
+loss       largest relative difference from plainvit's losses
+
+If the weights and optimizers of all systems fit into a third of the GPU's memory, all are measured in the same rounds;
+otherwise each peer is measured alone with plainvit, and peers are compared by their ratio to plainvit.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,359 +38,304 @@ from torch import Tensor
 from bench.measure import (
     GIB,
     Kernel,
-    busy_ms,
-    calls_that_last,
-    ceilings,
+    compute_utilization,
+    count_calls,
+    count_training_flops,
     first_line,
-    interleaved,
-    kernel_table,
-    kernels,
-    large_product,
+    make_large_matmul,
     make_parser,
-    percent,
-    publish,
-    seconds_a_call,
-    short_name,
-    show,
-    step_flops,
-    tell,
+    measure_peak_rates,
+    print_kernels,
+    print_table,
+    profile_kernels,
+    run_interleaved,
+    sum_kernel_ms,
+    time_calls,
+    warn_skipped,
+    write_results,
 )
-from bench.peers import MODES, PEERS
-from bench.steps import FORMS, OURS, VARIANTS, Job, System, draw, make
+from bench.peers import PEERS
+from bench.steps import BASELINE, FORMS, VARIANTS, Job, TrainingStep, build_step, make_job
 from plainvit.config import ViTConfig
 from plainvit.device import choose_device
 from plainvit.names import configure
 from plainvit.planning.cost import parameters
 
-MODELS = {"B/16": 256, "L/16": 256, "H/14": 128, "S/16": 1024, "Ti/16": 1024}  # -> images a step on a GPU
-PARITY = {"cuda": 0.01, "cpu": 1e-3}  # greatest relative difference of a loss in bf16, in fp32
-PRODUCT = "a large product, TFLOP/s"
-
-
-# One system -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Warm:
-    """A system that is compiled and has made its first steps, with what was learned on the way."""
-
-    name: str
-    system: System
-    executed: float  # FLOPs an image
-    first_s: float  # of the first step, compilation included
-    losses: list[float]
-    peak: int | None  # bytes beyond what lay on the device before
-    resident: int | None  # of which between steps
-    rates: list[float] = field(default_factory=list)  # images a second, a round
-    own_rates: list[float] = field(default_factory=list)  # plainvit's in the same rounds
-    matmul: list[float] = field(default_factory=list)  # TFLOP/s of a large product in the same rounds
-    kernels: list[Kernel] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-
-    def step(self) -> float | Tensor:
-        with self.system.around():
-            return self.system()
-
-
-def warm_up(name: str, job: Job, steps: int, left_out: list[str]) -> Warm | None:
-    """Built, compiled and past its first steps; None, and a line, where it cannot be had here."""
-    gpu = job.device.startswith("cuda")
-    free_memory(gpu)
-    before = torch.cuda.memory_allocated(job.device) if gpu else 0
-    try:
-        made, executed = make(name, job)
-        with made.around():
-            started = time.perf_counter()
-            losses = [float(made())]
-            took = time.perf_counter() - started
-            if gpu:
-                torch.cuda.reset_peak_memory_stats(job.device)
-            losses += [float(made()) for _ in range(steps - 1)]
-    except Exception as error:  # a package, a compiler or memory that is missing: each raises its own kind
-        free_memory(gpu)
-        tell(f"ViT-{job.name}, {name}: {first_line(error)}", left_out)
-        return None
-    peak = torch.cuda.max_memory_allocated(job.device) - before if gpu else None
-    resident = torch.cuda.memory_allocated(job.device) - before if gpu else None
-    print(f"  ViT-{job.name}, {name}: ready, the first step took {took:.1f} s", file=sys.stderr, flush=True)
-    return Warm(name, made, executed, took, losses, peak, resident)
-
-
-def free_memory(gpu: bool) -> None:
-    gc.collect()
-    if gpu:
-        torch.cuda.empty_cache()
-
-
-# One model ------------------------------------------------------------------------------------------------------------
+MODELS = {"B/16": 256, "L/16": 256, "H/14": 128, "S/16": 1024, "Ti/16": 1024}  # -> images per step on a GPU
+LOSS_LIMIT = {"cuda": 0.01, "cpu": 1e-3}  # largest relative difference of a loss: bf16, fp32
+MATMUL = "large matmul, TFLOP/s"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a run of this benchmark is asked for."""
+    """The validated arguments."""
 
     device: str
-    models: tuple[str, ...] = tuple(MODELS)
-    systems: tuple[str, ...] = (OURS, *PEERS)
-    batch: int = 0  # 0: by the model
+    models: tuple[str, ...] = ("B/16",)
+    systems: tuple[str, ...] = (BASELINE,)
+    batch: int = 0
     image_size: int = 224
     repeats: int = 5
-    steps: int = 0  # in a repeat; 0: about a second
-    parity: int = 0  # first steps, whose losses are compared; 0: 30 on a GPU, 3 elsewhere
-    compiled: bool = True
-    mode: str = "default"
+    steps: int = 0
+    loss_steps: int = 0
+    compiled: bool = False
 
     @property
-    def gpu(self) -> bool:
+    def is_gpu(self) -> bool:
         return self.device.startswith("cuda")
 
+    def configure_model(self, name: str) -> ViTConfig:
+        model = configure(f"ViT-{name}", image_size=self.image_size, numerics="timm")  # the exact GELU, as the peers
+        assert isinstance(model, ViTConfig)
+        return model
 
-def names_of(systems: Sequence[str]) -> list[str]:
-    """plainvit first, whatever the order; a peer in both its forms."""
-    ours = [name for name in systems if name in VARIANTS and name != OURS]
-    return [OURS, *ours, *(f"{peer}, {form}" for peer in systems if peer in PEERS for form in FORMS)]
-
-
-def groups(names: Sequence[str], model: ViTConfig, memory: int) -> list[list[str]]:
-    """What stands on the device together, next to plainvit: all, or one by one where they would fill it."""
-    others = [name for name in names if name != OURS]
-    together = 12 * parameters(model) * len(names)  # fp32 weights and AdamW's two moments
-    return [others] if not memory or together <= memory / 3 else [[name] for name in others]
+    def choose_batch(self, name: str) -> int:
+        return self.batch or (MODELS.get(name, 256) if self.is_gpu else 2)
 
 
-def batch_of(name: str, options: Options) -> int:
-    return options.batch or (MODELS.get(name, 256) if options.gpu else 2)
+# Measurement ----------------------------------------------------------------------------------------------------------
 
 
-def model_of(name: str, options: Options) -> ViTConfig:
-    """With the exact GELU, which all three peers have."""
-    model = configure(f"ViT-{name}", image_size=options.image_size, numerics="timm")
-    assert isinstance(model, ViTConfig)
-    return model
+@dataclass
+class System:
+    """A compiled system after its first steps, and what is measured of it."""
+
+    name: str
+    training_step: TrainingStep
+    executed_flops: float  # of one image
+    first_seconds: float  # of the first step, with compilation
+    losses: list[float]
+    peak_bytes: int | None
+    rates: list[float] = field(default_factory=list)  # images/s of each round
+    baseline_rates: list[float] = field(default_factory=list)  # plainvit's in the same rounds
+    matmul_rates: list[float] = field(default_factory=list)  # TFLOP/s of a large matmul in the same rounds
+    kernels: list[Kernel] = field(default_factory=list)
+    is_finite: bool = True  # the loss after all rounds
+
+    def step(self) -> float | Tensor:
+        with self.training_step.attention_context():
+            return self.training_step()
 
 
-def job_of(name: str, options: Options) -> Job:
-    job = Job(name, model_of(name, options), batch_of(name, options), options.device, options.compiled, options.mode)
-    draw(job)
-    return job
+def warm_up(name: str, job: Job, steps: int, skipped: list[str]) -> System | None:
+    """Builds and compiles a system and takes its first steps. None, with a warning, if that fails."""
+    is_gpu = job.device.startswith("cuda")
+    free_memory(is_gpu)
+    allocated = torch.cuda.memory_allocated(job.device) if is_gpu else 0
+    try:
+        step, executed_flops = build_step(name, job)
+        with step.attention_context():
+            started = time.perf_counter()
+            losses = [float(step())]
+            seconds = time.perf_counter() - started
+            if is_gpu:
+                torch.cuda.reset_peak_memory_stats(job.device)
+            losses += [float(step()) for _ in range(steps - 1)]
+    except Exception as error:  # a missing package, a compiler error, out of memory
+        free_memory(is_gpu)
+        warn_skipped(f"ViT-{job.name}, {name}: {first_line(error)}", skipped)
+        return None
+    peak = torch.cuda.max_memory_allocated(job.device) - allocated if is_gpu else None
+    print(f"  ViT-{job.name}, {name}: first step after {seconds:.1f} s", file=sys.stderr, flush=True)
+    return System(name, step, executed_flops, seconds, losses, peak)
 
 
-def measure_model(name: str, options: Options, left_out: list[str]) -> list[Warm]:
-    """Every system of one model, warmed up, timed in turns and profiled; those that could not be had are left out."""
-    job = job_of(name, options)
-    steps = options.parity or (30 if options.gpu else 3)
-    memory = torch.cuda.get_device_properties(options.device).total_memory if options.gpu else 0
-    ours = warm_up(OURS, job, steps, left_out)
-    if ours is None:
-        tell(
-            f"ViT-{name}: nothing to compare with, so no peer is measured; without torch.compile: --compile off",
-            left_out,
-        )
+def free_memory(is_gpu: bool) -> None:
+    gc.collect()
+    if is_gpu:
+        torch.cuda.empty_cache()
+
+
+def list_systems(systems: Sequence[str]) -> list[str]:
+    """plainvit first, then its variants, then both forms of each peer."""
+    variants = [name for name in systems if name in VARIANTS and name != BASELINE]
+    return [BASELINE, *variants, *(f"{peer}, {form}" for peer in systems if peer in PEERS for form in FORMS)]
+
+
+def group_systems(names: Sequence[str], model: ViTConfig, memory: int) -> list[list[str]]:
+    """Which systems are on the device next to plainvit at a time: all, or one if memory is short."""
+    others = [name for name in names if name != BASELINE]
+    total = 12 * parameters(model) * len(names)  # fp32 weights and AdamW's two moments
+    return [others] if not memory or total <= memory / 3 else [[name] for name in others]
+
+
+def measure_model(name: str, options: Options, skipped: list[str]) -> list[System]:
+    """Measures every system on one model; those that fail are left out."""
+    model, batch = options.configure_model(name), options.choose_batch(name)
+    job = make_job(name, model, batch, options.device, compiled=options.compiled)
+    steps = options.loss_steps or (30 if options.is_gpu else 3)
+    memory = torch.cuda.get_device_properties(options.device).total_memory if options.is_gpu else 0
+    baseline = warm_up(BASELINE, job, steps, skipped)
+    if baseline is None:
+        warn_skipped(f"ViT-{name}: without plainvit no peer is measured; try --compile off", skipped)
         return []
-    found = [ours]
-    for group in groups(names_of(options.systems), job.model, memory):
-        peers = [one for other in group if (one := warm_up(other, job, steps, left_out))]
+    measured = [baseline]
+    for group in group_systems(list_systems(options.systems), model, memory):
+        others = [system for other in group if (system := warm_up(other, job, steps, skipped))]
         try:
-            take_turns([ours, *peers], job, options, left_out)
-            found += peers
-        except (RuntimeError, ArithmeticError, ValueError) as error:  # memory, or a step that is no step
-            tell(f"ViT-{name}, {', '.join(one.name for one in (ours, *peers))}: {first_line(error)}", left_out)
-        for one in peers:
-            one.system.close()
-    ours.system.close()
-    return found if ours.rates else []
+            measure_rounds([baseline, *others], job, options, skipped)
+            measured += others
+        except (RuntimeError, ArithmeticError, ValueError) as error:  # out of memory, or a non-finite step
+            names = ", ".join(system.name for system in (baseline, *others))
+            warn_skipped(f"ViT-{name}, {names}: {first_line(error)}", skipped)
+        for system in others:
+            system.training_step.close()
+    baseline.training_step.close()
+    return measured if baseline.rates else []
 
 
-def take_turns(systems: list[Warm], job: Job, options: Options, left_out: list[str]) -> None:
-    """Rounds in which each runs for about a second; then one step of each under the profiler."""
-    counts = {one.name: options.steps or calls_that_last(one.step, job.device) for one in systems}
-    graphs = _graphs_compiled()
+def measure_rounds(systems: list[System], job: Job, options: Options, skipped: list[str]) -> None:
+    """Times all systems in each round, then profiles one step of each."""
+    counts = {system.name: options.steps or count_calls(system.step, job.device) for system in systems}
 
-    def rate(one: Warm) -> float:
-        return job.batch / seconds_a_call(one.step, counts[one.name], job.device)
+    def measure_rate(system: System) -> float:
+        return job.batch / time_calls(system.step, counts[system.name], job.device)
 
-    product, flops = large_product(job.device)
-    many = options.steps or calls_that_last(product, job.device)
-    turns: dict[str, Callable[[], float]] = {one.name: partial(rate, one) for one in systems}
-    turns[PRODUCT] = lambda: flops / seconds_a_call(product, many, job.device) / 1e12
-    found = interleaved(turns, options.repeats)
-    again = _graphs_compiled() != graphs
-    for one in systems:
-        one.rates += found[one.name]
-        one.own_rates += found[OURS]
-        one.matmul += found[PRODUCT]
-        one.kernels = one.kernels or kernels(one.step, job.device, left_out)
-        last = float(one.step())
-        if not np.isfinite(last):
-            one.remarks.append("loss is no longer finite")
-        if again:
-            one.remarks.append("something compiled again meanwhile")
+    matmul, flops = make_large_matmul(job.device)
+    matmul_count = options.steps or count_calls(matmul, job.device)
+    runs: dict[str, Callable[[], float]] = {system.name: partial(measure_rate, system) for system in systems}
+    runs[MATMUL] = lambda: flops / time_calls(matmul, matmul_count, job.device) / 1e12
+    results = run_interleaved(runs, options.repeats)
+    for system in systems:
+        system.rates += results[system.name]
+        system.baseline_rates += results[BASELINE]
+        system.matmul_rates += results[MATMUL]
+        system.kernels = system.kernels or profile_kernels(system.step, job.device, skipped)
+        system.is_finite = bool(np.isfinite(float(system.step())))
 
 
-def _graphs_compiled() -> int:
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
+def measure(options: Options, with_kernels: bool = False) -> dict[str, Any]:
+    """Measures and prints everything; returns what the JSON contains."""
+    skipped: list[str] = []
+    if not options.is_gpu:
+        warn_skipped("bf16, kernels and memory: there is no GPU, so steps are fp32", skipped)
+    if not options.compiled:
+        warn_skipped("torch.compile (--compile on): plainvit is eager, tuned peers have only fused AdamW", skipped)
+    peaks = measure_peak_rates(options.device)
+    rows: list[dict[str, Any]] = []
+    kernels: dict[str, list[Kernel]] = {}
+    for name in options.models:
+        try:
+            systems = measure_model(name, options, skipped)
+        except torch.OutOfMemoryError as error:  # while the batches are drawn
+            warn_skipped(f"ViT-{name}, {options.choose_batch(name)} images: {first_line(error)}", skipped)
+            continue
+        rows += make_rows(name, systems, options)
+        if systems and with_kernels:
+            kernels[f"ViT-{name}"] = systems[0].kernels
+        del systems
+        torch.compiler.reset()  # the recompilation limit then counts for each model
+        free_memory(options.is_gpu)
+    print_rows(rows, options)
+    print(f"peak rates before all rounds: matmul {peaks['matmul']:,.3g} TFLOP/s, copy {peaks['copy']:.3g} TB/s")
+    for name, found in kernels.items():
+        print_kernels(f"{name}: one step of plainvit", found)
+    listed = {name: [vars(kernel) for kernel in found] for name, found in kernels.items()}
+    return {"peak_rates": peaks, "rows": rows, "skipped": skipped, "kernels": listed}
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(job_name: str, found: Sequence[Warm], options: Options) -> list[dict[str, Any]]:
-    """A row a system; ratios are to the fastest tuned peer, through plainvit's speed in the same rounds."""
-    links = {one.name: statistics.median(one.rates) / statistics.median(one.own_rates) for one in found}
-    tuned = {name: link for name, link in links.items() if name.endswith(", tuned")}
-    best = max(tuned, key=lambda name: tuned[name]) if tuned else None
-    model = model_of(job_name, options)
+def make_rows(name: str, systems: Sequence[System], options: Options) -> list[dict[str, Any]]:
+    """One row per system. Ratios to the fastest tuned peer are computed from the ratios to plainvit."""
+    relative = {s.name: statistics.median(s.rates) / statistics.median(s.baseline_rates) for s in systems}
+    tuned = [name for name in relative if name.endswith(", tuned")]
+    best = max(tuned, key=lambda name: relative[name], default=None)
+    flops, batch = count_training_flops(options.configure_model(name)), options.choose_batch(name)
     rows: list[dict[str, Any]] = []
-    for one in found:
-        rate, matmul = statistics.median(one.rates), statistics.median(one.matmul)
-        off = difference(one.losses, found[0].losses)
-        own = VARIANTS[one.name].parity if one.name in VARIANTS else 0.0
-        limit = own or PARITY["cuda" if options.gpu else "cpu"]
-        remarks = [*one.remarks, *([f"losses differ by more than {limit:g}"] if not off <= limit else [])]
-        row: dict[str, Any] = {"model": f"ViT-{job_name}", "system": one.name, "batch": batch_of(job_name, options)}
-        row |= {"images_per_second": rate, "least": min(one.rates), "most": max(one.rates), "repeats": len(one.rates)}
-        row |= {"rounds": one.rates, "step_ms": 1000 * row["batch"] / rate, "relative_to_plainvit": links[one.name]}
-        row |= {"ratio": links[one.name] / links[best] if best else None, "best_peer": one.name == best}
-        row |= {"matmul": matmul}
-        row |= {"percent": percent(rate, step_flops(model), matmul), "executed": percent(rate, one.executed, matmul)}
-        row |= {"peak_gib": _gib(one.peak), "resident_gib": _gib(one.resident), "first_s": one.first_s}
-        row |= {"device_ms": busy_ms(one.kernels), "attention": attention_of(one.kernels)}
-        row |= {"losses": one.losses, "loss_difference": off, "loss_limit": limit, "remarks": remarks}
-        rows.append(row)
+    for system in systems:
+        rate, matmul = statistics.median(system.rates), statistics.median(system.matmul_rates)
+        row: dict[str, Any] = {"model": f"ViT-{name}", "system": system.name, "batch": batch}
+        row |= {"images_per_second": rate, "min": min(system.rates), "max": max(system.rates)}
+        row |= {"repeats": len(system.rates), "rounds": system.rates, "step_ms": 1000 * batch / rate}
+        row |= {"relative_to_plainvit": relative[system.name], "is_best_peer": system.name == best}
+        row |= {"ratio": relative[system.name] / relative[best] if best else None, "matmul": matmul}
+        row |= {"mfu": compute_utilization(rate, flops, matmul)}
+        row |= {"hfu": compute_utilization(rate, system.executed_flops, matmul)}
+        row |= {"peak_gib": None if system.peak_bytes is None else system.peak_bytes / GIB}
+        row |= {"first_step_seconds": system.first_seconds, "kernel_ms": sum_kernel_ms(system.kernels)}
+        rows.append(row | compare_losses(system, systems[0], options))
     return rows
 
 
-def _gib(count: int | None) -> float | None:
-    return None if count is None else count / GIB
+def compare_losses(system: System, baseline: System, options: Options) -> dict[str, Any]:
+    """The largest relative difference from plainvit's losses (NaN if one is not finite), and its limit."""
+    pairs = zip(system.losses, baseline.losses, strict=True)
+    difference = float(np.max([abs(loss - expected) / abs(expected) for loss, expected in pairs]))
+    own_limit = VARIANTS[system.name].loss_limit if system.name in VARIANTS else None
+    limit = LOSS_LIMIT["cuda" if options.is_gpu else "cpu"] if own_limit is None else own_limit
+    row = {"losses": system.losses, "loss_difference": difference, "loss_limit": limit}
+    return row | {"is_valid": system.is_finite and difference <= limit}
 
 
-def difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The greatest relative difference of two runs' losses, step by step; NaN where one is not finite."""
-    apart = [abs(one - other) / abs(other) for one, other in zip(losses, others, strict=True)]
-    return float(np.max(apart))
-
-
-def attention_of(found: Sequence[Kernel]) -> list[str]:
-    """The attention kernels that really ran."""
-    return sorted({short_name(kernel.name) for kernel in found if kernel.kind == "attention"})
-
-
-def show_rows(rows: Sequence[dict[str, Any]], title: str) -> None:
-    speed = ("img/s", "spread", "ratio", "matmul", "%", "executed", "GiB", "step ms", "device", "first s", "loss")
-    shown: list[list[str]] = []
+def print_rows(rows: Sequence[dict[str, Any]], options: Options) -> None:
+    columns = ("img/s", "spread", "ratio", "matmul", "MFU %", "HFU %", "GiB", "step ms", "kernel ms", "first s", "loss")
+    lines = []
     for row in rows:
-        numbers = [f"{row['images_per_second']:,.1f}", f"{row['least']:,.1f}-{row['most']:,.1f}"]
-        numbers += [f"{row['ratio']:.3f}{'*' if row['best_peer'] else ''}" if row["ratio"] else "-"]
-        numbers += [f"{row['matmul']:,.3g}", f"{row['percent']:.1f}", f"{row['executed']:.1f}"]
-        numbers += [number(row["peak_gib"], ".2f")]
-        numbers += [f"{row['step_ms']:,.2f}", number(row["device_ms"], ",.2f"), f"{row['first_s']:.0f}"]
-        words = ", ".join(row["attention"]) or "-"
-        shown.append(
-            [f"{row['model']} x{row['batch']}", row["system"], *numbers, f"{row['loss_difference']:.1e}", words]
-        )
-    left = ("model", "system", "attention kernels")
-    show(title, (*left[:2], *speed, *left[2:]), shown, left=left)
+        line = [f"{row['model']} x{row['batch']}", row["system"], f"{row['images_per_second']:,.1f}"]
+        line += [f"{row['min']:,.1f}-{row['max']:,.1f}"]
+        line += [format_number(row["ratio"], ".3f") + "*" * row["is_best_peer"]]
+        line += [f"{row['matmul']:,.3g}", f"{row['mfu']:.1f}", f"{row['hfu']:.1f}"]
+        line += [format_number(row["peak_gib"], ".2f"), f"{row['step_ms']:,.2f}"]
+        line += [format_number(row["kernel_ms"], ",.2f"), f"{row['first_step_seconds']:.0f}"]
+        lines.append([*line, f"{row['loss_difference']:.1e}"])
+    device = torch.cuda.get_device_name(options.device) if options.is_gpu else "CPU"
+    title = f"training steps at {options.image_size} px, {device}; ratio: to the fastest tuned peer (*)"
+    print_table(title, ("model", "system", *columns), lines, left=("model", "system"))
     for row in rows:
-        for remark in row["remarks"]:
-            print(f"note: {row['model']}, {row['system']}: {remark}")
+        if not row["is_valid"]:
+            print(f"warning: {row['model']}, {row['system']}: the losses differ or are not finite")
 
 
-def number(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def measure(options: Options, with_kernels: bool = False) -> dict[str, Any]:
-    """All of it, as the JSON has it."""
-    left_out: list[str] = []
-    if not options.gpu:
-        tell("bf16, kernels and memory: no GPU, so fp32 steps alone; the rates say nothing of a GPU's", left_out)
-    if not options.compiled:
-        tell("compilation: torch.compile is off, so plainvit is eager and tuned means fused AdamW alone", left_out)
-    top = ceilings(options.device, left_out)
-    rows: list[dict[str, Any]] = []
-    tables: list[tuple[str, list[Kernel]]] = []
-    for name in options.models:
-        try:
-            found = measure_model(name, options, left_out)
-        except torch.OutOfMemoryError as error:  # already by the images
-            tell(f"ViT-{name}, {batch_of(name, options)} images: {first_line(error)}", left_out)
-            continue
-        rows += rows_of(name, found, options) if found else []
-        tables += [(f"ViT-{name}, plainvit: one step", found[0].kernels)] if found and found[0].kernels else []
-        del found
-        torch.compiler.reset()  # the limit of compilations of one function is for one model
-        free_memory(options.gpu)
-    show_rows(rows, title_of(options))
-    print(ceiling_words(top, "bf16" if options.gpu else "fp32"))
-    if with_kernels:
-        for title, some in tables:
-            kernel_table(title, some)
-        if not tables:
-            tell("kernels: none were seen", left_out)
-    listed = {title: [vars(kernel) for kernel in some] for title, some in tables} if with_kernels else None
-    return {"ceilings": top, "rows": rows, "left_out": left_out, "kernels": listed}
+# Command line ---------------------------------------------------------------------------------------------------------
 
 
-def title_of(options: Options) -> str:
-    where = torch.cuda.get_device_name(options.device) if options.gpu else "CPU"
-    return f"training steps at {options.image_size} px, {where}"
-
-
-def ceiling_words(top: Mapping[str, float | None], kind: str) -> str:
-    matmul, fp8, copy = (number(top[name], ",.3g") for name in ("matmul", "fp8", "copy"))
-    ceiling = f"ceilings: matmul {kind} {matmul} and fp8 {fp8} TFLOP/s, copy {copy} TB/s"
-    return f"{ceiling}, before all; ratio: to the fastest tuned peer (*); loss: most, relative, off plainvit's"
-
-
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """The words that the training benchmarks share."""
-    parser = make_parser(description, repeats=5)
-    parser.add_argument("--models", default="", help=f"such as B/16,L/16; all: {','.join(MODELS)}")
-    parser.add_argument("--systems", default="", help=f"of: {'; '.join((*VARIANTS, *PEERS))}; apart by ;")
-    parser.add_argument("--batch", type=int, default=0, help="images a step; 0: by the model, 2 on a CPU")
+def make_training_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The flags that bench.train and bench.gate share."""
+    parser = make_parser(doc, repeats=5)
+    parser.add_argument("--models", default=",".join(MODELS), help="Sizes, separated by commas")
+    systems = "; ".join((*VARIANTS, *PEERS))
+    parser.add_argument("--systems", default=";".join((BASELINE, *PEERS)), help=f"Separated by semicolons: {systems}")
+    parser.add_argument("--batch", type=int, default=0, help="Images per step; 0: by the model, 2 on a CPU")
     parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--steps", type=int, default=0, help="in a repeat; 0: about a second")
-    parser.add_argument("--parity", type=int, default=0, help="first steps, losses compared; 0: 30, or 3 on a CPU")
+    parser.add_argument("--steps", type=int, default=0, help="Steps per round; 0: about a second")
+    parser.add_argument("--loss-steps", type=int, default=0, help="Steps whose losses are compared; 0: 30 (CPU: 3)")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="auto: on a GPU")
-    parser.add_argument("--mode", choices=MODES, default="default", help="torch.compile's, of tuned peers")
-    parser.add_argument("--short", action="store_true", help="plainvit and timm, B/16")
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="Compile; auto: on a GPU")
     return parser
 
 
-def options_of(words: argparse.Namespace) -> Options:
-    """Checked: what is not known is a ValueError with one line."""
-    device = choose_device(words.device)
-    models = tuple(words.models.split(",")) if words.models else ("B/16",) if words.short else tuple(MODELS)
+def make_options(args: argparse.Namespace) -> Options:
+    """Validates the arguments; raises ValueError."""
+    device, models = choose_device(args.device), tuple(args.models.split(","))
     for name in models:
-        configure(f"ViT-{name}", image_size=words.image_size)
-    systems = tuple(name.strip() for name in words.systems.split(";")) if words.systems else ()
-    systems = systems or ((OURS, "timm") if words.short else (OURS, *PEERS))
+        configure(f"ViT-{name}", image_size=args.image_size)
+    systems = tuple(name.strip() for name in args.systems.split(";"))
     for name in systems:
         if name not in VARIANTS and name not in PEERS:
-            raise ValueError(f"system {name!r} is unknown: one of {'; '.join((*VARIANTS, *PEERS))}")
-    for name in ("batch", "steps", "parity"):
-        if getattr(words, name) < 0:
-            raise ValueError(f"--{name} must be at least 0, got {getattr(words, name)}")
-    if words.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {words.repeats}")
-    compiled = words.compile == "on" or (words.compile == "auto" and device.startswith("cuda"))
-    counts = {name: getattr(words, name) for name in ("batch", "image_size", "repeats", "steps", "parity")}
-    return Options(device, models, systems, compiled=compiled, mode=words.mode, **counts)
+            raise ValueError(f"--systems: {name!r} is unknown: use {'; '.join((*VARIANTS, *PEERS))}")
+    counts = {name: getattr(args, name) for name in ("batch", "steps", "loss_steps", "repeats")}
+    for name, value in counts.items():
+        if value < (name == "repeats"):
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {int(name == 'repeats')}, got {value}")
+    compiled = args.compile == "on" or (args.compile == "auto" and device.startswith("cuda"))
+    return Options(device, models, systems, compiled=compiled, image_size=args.image_size, **counts)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__ or "")
-    parser.add_argument("--kernels", action="store_true", help="a table of the kernels of plainvit's step")
-    words = parser.parse_args(arguments)
+    parser = make_training_parser(__doc__)
+    parser.add_argument("--kernels", action="store_true", help="Print the kernels of plainvit's step")
+    args = parser.parse_args(arguments)
     try:
-        options = options_of(words)
+        options = make_options(args)
     except ValueError as error:
         parser.error(str(error))
-    found = measure(options, words.kernels)
-    publish("bench.train", arguments, words.json, title="training steps", **found)
+    write_results("bench.train", arguments, args.json, title="training steps", **measure(options, args.kernels))
 
 
 if __name__ == "__main__":

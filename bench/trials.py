@@ -1,9 +1,8 @@
-"""A candidate of a sweep: its stages as configs, the seconds of its steps, its training, and the process it has.
+"""The process of one candidate of bench/sweep.py, which compiles, times and trains it.
 
-    trial = Trial("wide", [config], threads=2)
-    trial.ask("compile"), trial.answer()        then "time", and "train" with the steps of each stage and a folder
-
-Candidates are compiled at once, timed one by one while the others wait, and trained (bench/sweep.py).
+trial = Trial([config], threads=2)
+trial.send("compile")
+trial.receive()                 then "time", and "train" with the steps of each stage and a folder
 """
 
 import multiprocessing
@@ -16,32 +15,32 @@ from typing import Any
 import torch
 
 from bench.measure import first_line
-from bench.steps import steps_on_data
+from bench.steps import open_steps
 from plainvit.commands.settings import configure_run
 from plainvit.config import Config
 from plainvit.runtime.distributed import end_after
 from plainvit.train.run import fit
 
-WARM_STEPS, TIMED_STEPS = 5, 40
-Settings = dict[str, Any]  # flags of `plainvit train` and their values
-# A list of stages, each of which starts from the weights of the one before and takes its "share" of the time
-Stages = list[Settings]
+WARM_UP_STEPS, TIMED_STEPS = 5, 40
+# Each stage has flags of `plainvit train`, "share" (its fraction of the time) and "image_size" (a factor), and starts
+# from the weights of the one before
+Stages = list[dict[str, Any]]
 
 
-def configure(recipe: str, settings: Settings, data_root: str, device: str) -> Config:
-    """The recipe with these settings, compiled on a GPU even if it is short; image_size is a factor."""
-    changes = {name: value for name, value in settings.items() if name not in ("share", "image_size")}
-    config = configure_run("train", recipe, changes | {"data_root": data_root, "device": device}, quiet=True)
+def configure(recipe: str, stage: dict[str, Any], data_root: str, device: str) -> Config:
+    """The recipe with the settings of a stage, always compiled on a GPU."""
+    flags: dict[str, Any] = {name: value for name, value in stage.items() if name not in ("share", "image_size")}
+    config = configure_run("train", recipe, flags | {"data_root": data_root, "device": device}, quiet=True)
     assert config.model
-    sides = tuple(round(settings.get("image_size", 1) * side) for side in config.model.image_size)
+    sides = tuple(round(stage.get("image_size", 1) * side) for side in config.model.image_size)
     compile_ = "on" if device.startswith("cuda") else config.compile
     return config.replace(model=config.model.replace(image_size=sides), compile=compile_)
 
 
 def time_steps(config: Config) -> Iterator[float]:
-    """Yields 0 when the steps are compiled, and then the mean seconds of a step with its data."""
-    with steps_on_data(config.replace(steps=WARM_STEPS + TIMED_STEPS)) as step:
-        for _ in range(WARM_STEPS):
+    """Yields 0 after compilation, then the mean seconds of a step, data loading included."""
+    with open_steps(config.replace(steps=WARM_UP_STEPS + TIMED_STEPS)) as step:
+        for _ in range(WARM_UP_STEPS):
             step()
         yield 0.0
         seconds = [step() for _ in range(TIMED_STEPS)]
@@ -49,10 +48,10 @@ def time_steps(config: Config) -> Iterator[float]:
 
 
 def train_stages(stages: Sequence[Config], steps: Sequence[int], out: Path, *, test: bool) -> dict[str, Any]:
-    """Trains each stage from the weights of the one before; the results of the last one, the only one to read test."""
+    """Trains one stage after the other; returns the results of the last one. Only `test` reads the test images."""
     results: dict[str, Any] = {}
     if len(stages) > 1:
-        torch.compiler.reset()  # compiled code for other shapes counts towards the recompilation limit
+        torch.compiler.reset()  # code compiled for other shapes counts towards the recompilation limit
     for number, (config, count) in enumerate(zip(stages, steps, strict=True), 1):
         is_last = number == len(stages)
         config = config.replace(steps=count, epochs=0.0, keep=1, evaluations=config.evaluations if test else 1)
@@ -63,51 +62,51 @@ def train_stages(stages: Sequence[Config], steps: Sequence[int], out: Path, *, t
 
 
 def count_steps(seconds: float, stages: Stages, step_seconds: Sequence[float]) -> list[int]:
-    """Steps of each stage that take so many seconds in all."""
-    return [
-        max(int(seconds * stage.get("share", 1.0) / one), 1) for stage, one in zip(stages, step_seconds, strict=True)
-    ]
+    """Steps of each stage that fit into its share of the time."""
+    pairs = zip(stages, step_seconds, strict=True)
+    return [max(int(seconds * stage.get("share", 1.0) / per_step), 1) for stage, per_step in pairs]
 
 
-def serve(connection: Connection, stages: Sequence[Config], threads: int) -> None:
-    """Runs in the process of a candidate: compiles, times and trains when told to, and answers with the result."""
+def run_requests(connection: Connection, stages: Sequence[Config], threads: int) -> None:
+    """Runs in the process of a candidate: answers each request with a result, or with an error as a string."""
     parent = multiprocessing.parent_process()
     assert parent
     end_after(lambda: wait([parent.sentinel]))
     torch.set_num_threads(threads)
     timers: list[Iterator[float]] = []
-    while (order := connection.recv()) is not None:
+    while True:
+        request = connection.recv()
         try:
-            match order:
+            match request:
                 case ("compile",):
                     timers = [time_steps(config) for config in stages]
-                    answer: Any = [next(timer) for timer in timers]
+                    result: Any = [next(timer) for timer in timers]
                 case ("time",):
-                    answer = [next(timer) for timer in timers]
-                    for timer in timers:  # frees the memory
+                    result = [next(timer) for timer in timers]
+                    for timer in timers:  # ends the generators, which frees the memory
                         next(timer, None)
                 case ("train", steps, out):
                     results = train_stages(stages, steps, Path(out), test=False)
-                    answer = {name: results["val"][name] for name in ("top1", "nll", "images")}
-        except Exception as error:  # this candidate is out, the others continue
-            answer = f"{type(error).__name__}: {first_line(error)}"
-        connection.send(answer)
+                    result = {name: results["val"][name] for name in ("top1", "nll", "images")}
+        except Exception as error:  # the other candidates continue
+            result = f"{type(error).__name__}: {first_line(error)}"
+        connection.send(result)
 
 
 class Trial:
     """A candidate and its process."""
 
-    def __init__(self, name: str, stages: Sequence[Config], threads: int) -> None:
+    def __init__(self, stages: Sequence[Config], threads: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self.name, (self.connection, other) = name, context.Pipe()
-        self.process = context.Process(target=serve, args=(other, list(stages), threads))
+        self.connection, child_connection = context.Pipe()
+        self.process = context.Process(target=run_requests, args=(child_connection, list(stages), threads))
         self.process.start()
-        other.close()
+        child_connection.close()
 
-    def ask(self, *order: Any) -> None:
-        self.connection.send(order)
+    def send(self, *request: Any) -> None:
+        self.connection.send(request)
 
-    def answer(self) -> Any:
+    def receive(self) -> Any:
         try:
             return self.connection.recv()
         except EOFError:

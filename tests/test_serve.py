@@ -436,9 +436,9 @@ def test_a_minute_of_load_and_overload_loses_nothing(monkeypatch: pytest.MonkeyP
     faults = __import__("bench.serve_faults", fromlist=["main"])
     flags = ["--minutes", "0.5", "--seconds", "10", "--sockets", "50", "--json", str(tmp_path / "found.json")]
     faults.main(["--data", str(real_data()), *flags])
-    found = json.loads((tmp_path / "found.json").read_text())["found"]
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
     assert set(found["load"]["statuses"]) == {"200"}
-    assert found["load"]["lost"] == found["load"]["exchanged"] == 0
+    assert found["load"]["lost"] == found["load"]["swapped"] == 0
     assert set(found["overload"]["statuses"]) <= {"200", "429", "503"}
     assert found["overload"]["statuses"]["429"] > 0
     before, after = found["slow"]["open_files"]
