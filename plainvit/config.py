@@ -145,7 +145,8 @@ class Masked(Checked):
     """
 
     ratio: float = 0.5  # Fraction of the patches of each image to mask (MAE 0.75)
-    target: Literal["colour", "pixels"] = "colour"  # What to predict: the mean colour (512 classes), or all pixels
+    #: What to predict: the patch's mean colour (512 classes), that of 4 x 4 cells, or all pixels by L2
+    target: Literal["colour", "colours16", "pixels"] = "colour"
     normalise: bool = False  # Target pixels: normalize each patch by its own mean and std, as MAE
     depth: int = 8  # Number of blocks of MAE's decoder
     width: int = 512  # Width of MAE's decoder

@@ -109,21 +109,26 @@ def test_masks_of_held_out_images_depend_on_the_image_alone() -> None:
 # Targets --------------------------------------------------------------------------------------------------------------
 
 
-def colours_by_numpy(images: np.ndarray) -> np.ndarray:
-    """The 512-way colour of each 8 x 8 patch of images [B, 3, H, W] in bytes: [B, n]."""
-    found = []
-    for top in range(0, images.shape[2], 8):
-        for left in range(0, images.shape[3], 8):
-            mean = images[:, :, top : top + 8, left : left + 8].astype(np.float64).mean((2, 3))
-            red, green, blue = (mean.astype(int) >> 5).T  # the three highest of eight bits
-            found.append(red * 64 + green * 8 + blue)
-    return np.stack(found, 1)
+def cells_by_numpy(image: np.ndarray, patch: int, cells: int) -> np.ndarray:
+    """The 512-way colours [n, cells^2] of an image [3, H, W] in bytes, one cell after the other."""
+    side, found = patch // cells, []
+    for top in range(0, image.shape[1], patch):
+        for left in range(0, image.shape[2], patch):
+            one = []
+            for y in range(top, top + patch, side):
+                for x in range(left, left + patch, side):
+                    mean = image[:, y : y + side, x : x + side].astype(np.float64).mean((1, 2))
+                    red, green, blue = (int(value) >> 5 for value in mean)  # the three highest of eight bits
+                    one.append(red * 64 + green * 8 + blue)
+            found.append(one)
+    return np.array(found)
 
 
-def test_colours_equal_numpy() -> None:
-    net, images = objective(), photos(4)
+@pytest.mark.parametrize(("target", "cells"), [("colour", 1), ("colours16", 4)])
+def test_colours_equal_numpy(target: Any, cells: int) -> None:
+    net, images = objective(masked=Masked(target=target)), photos(4)
     places = torch.arange(15).flip(0).expand(4, -1)
-    wanted = colours_by_numpy(images.numpy())[:, ::-1]
+    wanted = np.stack([cells_by_numpy(image, 8, cells) for image in images.numpy()])[:, ::-1]
     assert np.array_equal(net.colours(images, places).numpy(), wanted)
     assert wanted.max() == 511
     assert np.array_equal(net.colours(images.double() / 255, places)[:2].numpy(), wanted[:2])  # white and black
@@ -158,7 +163,7 @@ def answers_for_all(net: PredictPatches, images: Tensor, source: Tensor) -> Tens
     return net.decoder(model.norm(x)[:, 1:])
 
 
-@pytest.mark.parametrize("target", ["colour", "pixels"])
+@pytest.mark.parametrize("target", ["colour", "colours16", "pixels"])
 def test_paper_loss_counts_corrupted_patches_only(target: Any) -> None:
     net = objective("masked", Masked(target=target))
     images = photos(3) if target != "pixels" else tiny.images(3)
@@ -170,11 +175,13 @@ def test_paper_loss_counts_corrupted_patches_only(target: Any) -> None:
         wanted = patchify((images - 0.5) / 0.5, (8, 8)).numpy()
         errors = ((answers - wanted) ** 2).mean(2)
     else:
-        wanted = colours_by_numpy(images.numpy())
-        top = answers.max(-1, keepdims=True)
-        logs = answers - top - np.log(np.exp(answers - top).sum(-1, keepdims=True))
-        errors = -np.take_along_axis(logs, wanted[..., None], -1)[..., 0]
-        correct = answers.argmax(-1) == wanted
+        cells = 1 if target == "colour" else 4
+        wanted = np.stack([cells_by_numpy(image, 8, cells) for image in images.numpy()])
+        logits = answers.reshape(*wanted.shape, 512)
+        top = logits.max(-1, keepdims=True)
+        logs = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        errors = -np.take_along_axis(logs, wanted[..., None], -1)[..., 0].mean(2)
+        correct = (logits.argmax(-1) == wanted).mean(2)
         assert float(right) == pytest.approx(np.take_along_axis(correct, hidden, 1).mean(1).sum())
     assert loss.item() == pytest.approx(np.take_along_axis(errors, hidden, 1).mean(), rel=1e-6)
 
@@ -350,12 +357,13 @@ def test_figure_of_a_perfect_prediction_is_the_image() -> None:
         painted = net.to_pixels(net.pixels(images, places), images, places)
         wanted = patchify(images.double() / 255, (8, 8)).gather(1, places.unsqueeze(2).expand(-1, -1, 192))
         assert (painted - wanted).abs().max() < 1e-6
-    net = objective("masked")
-    answers = torch.nn.functional.one_hot(net.colours(images, places), 512).float()
-    painted = net.to_pixels(answers, images, places).view(3, 2, 3, 64)
-    patches = patchify(images.double() / 255, (8, 8)).view(3, 15, 3, 64)
-    mean = torch.stack([one[rows] for one, rows in zip(patches, places, strict=True)]).mean(3)
-    assert (painted.mean(3) - mean).abs().max() <= 16.5 / 255
+    for target, cells in (("colour", 1), ("colours16", 4)):
+        net = objective("masked", Masked(target=target))
+        answers = torch.nn.functional.one_hot(net.colours(images, places), 512).flatten(2).float()
+        painted = net.to_pixels(answers, images, places).view(3, 2, 3, cells, 8 // cells, cells, 8 // cells)
+        mean = (images.double() / 255).view(3, 3, 3, 8, 5, 8).permute(0, 2, 4, 1, 3, 5).reshape(3, 15, 3, 8, 8)
+        mean = torch.stack([one[rows] for one, rows in zip(mean, places, strict=True)]).view_as(painted)
+        assert (painted.mean((4, 6)) - mean.mean((4, 6))).abs().max() <= 16.5 / 255
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
@@ -369,6 +377,7 @@ PLAIN = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(8, 8), image_si
         (PLAIN.replace(image_size=(8, 8)), "masked", Masked(), "ratio.*1 x 1"),
         (PLAIN.replace(image_size=(8, 16)), "masked", Masked(ratio=0.9), "ratio.*1 x 2"),
         (PLAIN.replace(channels=1, mean=(0.5,), std=(0.5,)), "masked", Masked(), "--masked.target pixels"),
+        (PLAIN.replace(patch=(2, 2)), "masked", Masked(target="colours16"), "2 x 2.*--masked.target"),
         (configure("BiT-R50x1"), "mae", Masked(), "ResNet"),
         (configure("R50x1+ViT-B/16"), "mae", Masked(), "hybrid"),
         (PLAIN.replace(posemb="relative"), "mae", Masked(), "posemb"),

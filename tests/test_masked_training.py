@@ -27,6 +27,7 @@ SHAPES = "shapes:size=16,count=60,classes=3"
 MAE = Masked(ratio=0.75, target="pixels", normalise=True, depth=1, width=16, heads=2)
 KINDS: dict[str, tuple[Any, Masked]] = {
     "colour": ("masked", Masked()),
+    "colours16": ("masked", Masked(target="colours16")),
     "pixels": ("masked", Masked(target="pixels")),
     "mae": ("mae", MAE),
 }
@@ -102,13 +103,13 @@ def test_the_decoder_cannot_change_in_a_run(kind: str, changes: dict[str, Any], 
     assert (tmp_path / "config.json").read_text() == before
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["colour", "pixels", "mae"], 2))
+@pytest.mark.parametrize("kind", mostly_slow(["colour", "colours16", "mae", "pixels"], 2))
 @quick
 def test_validation_is_the_loss_on_the_same_masks(kind: str, tmp_path: Path) -> None:
     done = fit(config(kind), tmp_path / "run", quiet=True)
     lines = list(metrics(tmp_path / "run"))
     validations = [line["val"] for line in lines if "val" in line]
-    colours = kind == "colour"
+    colours = kind.startswith("colour")
     assert len(validations) == 3
     assert all(set(one) == ({"loss", "accuracy"} if colours else {"loss"}) for one in validations)
     assert all(("accuracy" in line) == colours for line in lines if "lr" in line)
@@ -172,6 +173,7 @@ def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
             ("--masked.ratio 0", "ratio must be above 0 and below 1, got 0"),
             ("--masked.ratio 1", "ratio must be above 0 and below 1, got 1"),
             ("--model.patch 16 16", "hides 1 of 1 x 1 patches"),
+            ("--masked.target colours16 --masked.no-normalise --model.patch 2 2", "divisible by 4"),
             ("--augment.mixup 0.5", "augment.mixup is not supported"),
             ("--objective mea", "objective"),
         ],

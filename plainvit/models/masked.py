@@ -23,6 +23,7 @@ from plainvit.models.vit import Block, ViT, patchify
 
 Objective = Literal["masked", "mae"]
 COLOURS = 512  # 3 bits of each of red, green and blue
+CELLS = {"colour": 1, "colours16": 4}  # rows and columns of colours in a patch
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
@@ -37,7 +38,9 @@ def count_hidden_patches(config: ViTConfig, masked: Masked) -> int:
 
 def count_target_values(config: ViTConfig, masked: Masked) -> int:
     """The number of values predicted for a hidden patch."""
-    return config.channels * math.prod(config.patch) if masked.target == "pixels" else COLOURS
+    if masked.target == "pixels":
+        return config.channels * math.prod(config.patch)
+    return COLOURS * CELLS[masked.target] ** 2
 
 
 def check_maskable(config: Model | None, objective: str, masked: Masked) -> None:
@@ -54,9 +57,15 @@ def check_maskable(config: Model | None, objective: str, masked: Masked) -> None
             f"--masked.ratio {masked.ratio:g} hides {hidden} of {h} x {w} patches, but some must be hidden and some "
             "visible: use a smaller patch or larger images"
         )
-    if masked.target == "colour" and config.channels != 3:
+    if masked.target in CELLS and config.channels != 3:
         raise ValueError(
-            f"--masked.target colour needs 3 channels, the model has {config.channels}: use --masked.target pixels"
+            f"--masked.target {masked.target} needs 3 channels, the model has {config.channels}: "
+            "use --masked.target pixels"
+        )
+    if masked.target == "colours16" and any(side % 4 for side in config.patch):
+        patch = " x ".join(map(str, config.patch))
+        raise ValueError(
+            f"--masked.target colours16 needs a patch divisible by 4, got {patch}: use --masked.target colour"
         )
     relative = config.posemb in ("relative", "bias") or config.rotary != "none"
     if objective == "mae" and (config.axial or relative or config.posemb_at != "stem"):

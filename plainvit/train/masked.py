@@ -30,7 +30,7 @@ from plainvit.data.order import uniforms
 from plainvit.data.transforms import as_floats, preprocess_image
 from plainvit.evaluate.classify import Prepared
 from plainvit.models.inference import NonFiniteError, eval_mode
-from plainvit.models.masked import MaskedViT, take
+from plainvit.models.masked import CELLS, COLOURS, MaskedViT, take
 from plainvit.models.vit import ViT, patchify
 
 if TYPE_CHECKING:
@@ -84,19 +84,21 @@ class PredictPatches(MaskedViT):
         if self.masked.target == "pixels":
             loss = F.mse_loss(predicted, self.pixels(images, hidden))
             return loss, loss.new_full((), float("nan"))
-        targets = self.colours(images, hidden)  # [B, k]
-        correct = (predicted.argmax(-1) == targets).float().mean(1).sum()
-        return F.cross_entropy(predicted.flatten(0, 1), targets.flatten()), correct
+        targets = self.colours(images, hidden)  # [B, k, cells]
+        logits = predicted.view(*targets.shape, COLOURS)
+        correct = (logits.argmax(-1) == targets).float().mean((1, 2)).sum()
+        return F.cross_entropy(logits.flatten(0, 2), targets.flatten()), correct
 
     def colours(self, images: Tensor, places: Tensor) -> Tensor:
-        """The mean colour of each patch, as one of 512: [B, k]."""
-        P, Q = self.model.config.patch
-        x = take(patchify(images, (P, Q)), places).view(*places.shape, 3, P, Q)  # [B, k, 3, P, Q]
+        """The mean colour of each cell of each patch, as one of 512: [B, k, cells]."""
+        (P, Q), c = self.model.config.patch, CELLS[self.masked.target]
+        x = take(patchify(images, (P, Q)), places)  # [B, k, 3*P*Q]
+        x = x.view(*places.shape, 3, c, P // c, c, Q // c)
         if x.dtype is torch.uint8:  # exact
-            level = x.sum((3, 4), dtype=torch.int32) // (32 * P * Q)
+            level = x.sum((4, 6), dtype=torch.int32) // (32 * (P // c) * (Q // c))
         else:
-            level = (x.mean((3, 4)) * (255 / 32)).floor().clamp(0, 7)
-        r, g, b = level.long().unbind(2)  # each [B, k]
+            level = (x.mean((4, 6)) * (255 / 32)).floor().clamp(0, 7)
+        r, g, b = level.long().flatten(3).unbind(2)  # each [B, k, c*c]
         return r * 64 + g * 8 + b
 
     def pixels(self, images: Tensor, places: Tensor) -> Tensor:
@@ -130,9 +132,11 @@ class PredictPatches(MaskedViT):
             channels = self.model.normalise
             x = (predicted * std + mean).view(B * k, -1, P, Q)
             return (x * channels.std.value.to(x) + channels.mean.value.to(x)).reshape(B, k, -1)
-        colour = predicted.argmax(-1)
-        level = torch.stack((colour // 64, colour // 8 % 8, colour % 8), 2)  # [B, k, 3]
-        return ((level + 0.5) * (32 / 255)).repeat_interleave(P * Q, 2)  # the middle of each range
+        c = CELLS[self.masked.target]
+        colour = predicted.view(B, k, c * c, COLOURS).argmax(-1)
+        level = torch.stack((colour // 64, colour // 8 % 8, colour % 8), 2).view(B, k, 3, c, c)
+        x = (level + 0.5) * (32 / 255)  # the middle of each range
+        return x.repeat_interleave(P // c, 3).repeat_interleave(Q // c, 4).flatten(2)
 
     def _image(self, patches: Tensor) -> Tensor:
         (h, w), (P, Q) = self.model.config.grid, self.model.config.patch
