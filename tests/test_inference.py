@@ -217,7 +217,7 @@ EVALUATED: dict[str, Callable[[ViT, Tensor], object]] = {
     "rollout": attention.rollout,
     "maps": attention.attention_maps,
     "relevance": attention.relevance,
-    "views": lambda model, images: explorer.views(model, images[0], explorer.plan_explorer(model, 1)),
+    "views": lambda model, images: explorer.compute_views(model, images[0], explorer.plan_explorer(model, 1)),
 }
 
 
