@@ -20,6 +20,11 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.explain import Explainer
 
 HOSTILE = "<img src=x onerror=document.title='harmed'>"
+SLOW_MODELS = """const quick = window.fetch;
+window.fetch = async (path, options) => {
+    if (path === "/models") await new Promise((resolve) => setTimeout(resolve, 300));
+    return quick(path, options);
+};"""
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +125,15 @@ def test_everything_works_by_keyboard(browser: Any, predictor: Predictor) -> Non
             "document.activeElement.parentElement === document.querySelector('#predictions').children[1]"
         )
         assert page.inner_text("#status").startswith("1.jpg: ")
+        visit.close(server.address)
+
+
+def test_photos_may_come_before_the_names_of_the_models(browser: Any, predictor: Predictor) -> None:
+    with serving(predictor) as server:
+        visit = Visit(browser, server.address)
+        visit.page.add_init_script(SLOW_MODELS)
+        visit.page.reload()
+        visit.give(photos(1))
         visit.close(server.address)
 
 

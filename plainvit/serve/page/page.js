@@ -2,7 +2,7 @@
 "use strict";
 
 const $ = (id) => document.getElementById(id);
-const state = { models: [], photos: [], selected: null, ask: 0 };
+const state = { models: [], loading: null, photos: [], selected: null, ask: 0 };
 const MAPS = {
   photo: () => "The photo, cropped and resized as the model sees it.",
   relevance: (photo) => `Where attention raises the score of “${photo.label}” (gradient-weighted attention).`,
@@ -33,7 +33,8 @@ async function request(path, options = {}) {
   return body;
 }
 
-function post(path, photo, extra = "") {
+async function post(path, photo, extra = "") {
+  await state.loading; // a photo may come before the names of the models
   const query = `model=${encodeURIComponent($("model").value)}${extra}`;
   return request(`${path}?${query}`, { method: "POST", body: photo.file, headers: { "Content-Type": "application/octet-stream" } });
 }
@@ -319,6 +320,6 @@ $("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("token", $("token").value);
   $("token-form").hidden = true;
-  loadModels();
+  state.loading = loadModels();
 });
-loadModels();
+state.loading = loadModels();
