@@ -114,7 +114,7 @@ def read_names(columns: Sequence[pa.ChunkedArray], where: Path) -> tuple[str, ..
 def convert_labels(column: pa.ChunkedArray, names: tuple[str, ...], where: Path) -> np.ndarray:
     """Labels as integers; strings are looked up in the class names."""
     if is_text(column.type):
-        labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(names, pa.string()))
+        labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(names, pa.string()))  # pyright: ignore
         if labels.null_count:
             unknown = column.filter(labels.is_null())[0].as_py()
             problem = f"the label {unknown!r}, which the training images lack" if unknown else "empty labels"

@@ -183,4 +183,4 @@ class Table(Source):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["paths"], state["class_paths"])
-        self.__dict__.update(state)
+        vars(self).update(state)

@@ -107,8 +107,8 @@ def connect_cluster(address: str | None, device: str = "auto") -> Iterator[Clust
 
 def _import_ray() -> ModuleType:
     try:
-        import ray
-        import ray.data
+        import ray  # pyright: ignore
+        import ray.data  # pyright: ignore
     except ImportError as error:
         raise ValueError("--engine ray needs Ray: pip install 'ray[data]>=2.52'") from error
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -193,7 +193,7 @@ class ModelActor:
         self.sent, self.job = work, None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        import ray
+        import ray  # pyright: ignore
 
         work: Work = ray.get(self.sent)
         try:

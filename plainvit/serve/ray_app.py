@@ -65,7 +65,7 @@ class Gateway:
         return await self.forward(request, body)
 
     async def forward(self, request: Request, body: bytes) -> Response:
-        import ray
+        import ray  # pyright: ignore
 
         kept = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "root_path")
         scope = {name: request.scope[name] for name in kept if name in request.scope}
@@ -84,7 +84,7 @@ class Gateway:
 def build(arguments: Mapping[str, str]) -> Any:
     """The application; arguments are models (separated by commas), replicas, backend, device, gpus and cpus."""
     require("ray", "ray")
-    from ray import serve
+    from ray import serve  # pyright: ignore
 
     limits = Limits()
     models = [word for word in arguments.get("models", "").split(",") if word]

@@ -211,7 +211,7 @@ def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
         yield f"![{name}: {_cell(claim['claim'])}]({out.resolve().name}/{name}/figure.png)"
     heads = ("part", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
     yield markdown_table(heads, _part_rows(record))
-    yield markdown_table(("arm", METRIC_TITLES.get(record["metric"], record["metric"]), "runs"), _arm_rows(record))
+    yield markdown_table(("arm", str(METRIC_TITLES.get(record["metric"], record["metric"])), "runs"), _arm_rows(record))
     yield _describe_runs(record, out)
 
 
