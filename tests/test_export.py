@@ -1,6 +1,9 @@
 """Exports: logits of PyTorch for every family, metadata, int8, and what must not be written."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,3 +182,20 @@ def test_bench_measures_every_format_and_the_accuracy(tmp_path: Path) -> None:
     assert all(0 < row.p50_ms <= row.p99_ms and row.memory_mb > 50 for row in rows)
     right = predictor.logits(photos.images).argmax(1).numpy()[:, None] == photos.right
     assert rows[0].top1 == rows[2].top1 == right.any(1).mean()
+
+
+IMPORTS = """import socket, sys
+asked = []
+socket.getaddrinfo = lambda host, *rest, **options: asked.append(host) or []
+from plainvit.serve import require
+require("export", "onnxruntime", "openvino")
+import onnxruntime, openvino
+print("openvino_telemetry.main" in sys.modules, asked)"""
+
+
+def test_runtimes_do_not_report_their_use(tmp_path: Path) -> None:
+    """On import ONNX Runtime opens a database of events in the home folder, and openvino asks for Google Analytics."""
+    own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(Path(plainvit.__file__).parents[1])}
+    child = subprocess.run([sys.executable, "-c", IMPORTS], env=own, capture_output=True, text=True, timeout=120)
+    assert (child.returncode, child.stdout.strip()) == (0, "False []"), child.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -6,6 +6,8 @@ plainvit serve runs/photos --port 8000
 """
 
 import importlib.util
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,13 @@ def require(extra: str, *modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} is not installed: run `pip install {EXTRAS[extra]}`")
+    turn_off_telemetry()
+
+
+def turn_off_telemetry() -> None:
+    """Keeps ONNX Runtime (1.31) and `import openvino` (2026) from reporting to Microsoft and Google Analytics."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore - an import fails: openvino then sends nothing
 
 
 def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
