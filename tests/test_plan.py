@@ -28,7 +28,7 @@ from plainvit.planning.datasets import count_training_images
 from plainvit.planning.devices import DEVICES, H200
 from plainvit.planning.memory import GIB, Step, largest_micro_batch, memory, saved_bytes
 from plainvit.planning.plan import choose_micro_batch, plan, table
-from plainvit.planning.step_time import MEASURED, executed_macs, exposed_communication, step_seconds
+from plainvit.planning.step_time import MATMUL_RATES, executed_macs, exposed_communication, step_seconds
 from plainvit.recipes import recipe
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.train import guards
@@ -148,13 +148,14 @@ def test_plans_match_measured_steps(name: str, batch: int, options: dict[str, An
     assert batch / sum(step_seconds(step, H200).values()) == pytest.approx(rate, rel=0.06)
 
 
-@pytest.mark.parametrize("row", MEASURED[1:-1], ids=lambda row: row[0])
-def test_a_measured_model_is_predicted_from_the_others(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "batch", "options", "rate", "_"), STEPS[1:4])
+def test_a_measured_model_is_predicted_from_the_others(
+    name: str, batch: int, options: dict[str, Any], rate: float, _: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Leave one out: what a width between the measured ones can expect."""
-    name, batch, rate = row
-    others = [one for one in step_time._measured_rates() if one[0] != configure(name).width]
-    monkeypatch.setattr(step_time, "_measured_rates", lambda: others)
-    step = Step(model=configure(name), images=batch, graphs=True, **FAST)
+    step = Step(model=configure(name), images=batch, graphs=True, **options)
+    others = {width: measured for width, measured in MATMUL_RATES.items() if width != step.model.width}
+    monkeypatch.setattr(step_time, "MATMUL_RATES", others)
     assert batch / sum(step_seconds(step, H200).values()) == pytest.approx(rate, rel=0.08)
 
 
@@ -166,7 +167,7 @@ def test_the_largest_micro_batch_just_fits(recompute: bool) -> None:
     assert memory(dataclasses.replace(step, micro_batch=largest + 1))["total"] > H200.usable_bytes
 
 
-@pytest.mark.parametrize("largest", [1, 11, 12, 24, 49, 99])
+@pytest.mark.parametrize("largest", [0, 1, 11, 12, 24, 49, 99, 100])
 def test_the_micro_batch_is_the_one_that_training_chooses(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Run(SimpleNamespace):
         def objective(self, images: Tensor) -> tuple[Tensor, None]:
@@ -175,10 +176,9 @@ def test_the_micro_batch_is_the_one_that_training_chooses(largest: int, monkeypa
             return torch.ones((), requires_grad=True), None
 
     run = Run(cast=contextlib.nullcontext, optimizers=SimpleNamespace(zero=lambda: None))
-    found = guards.largest_micro_batch(run, (torch.zeros(100, 1),))  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("plainvit.planning.plan.largest_micro_batch", lambda *_: largest)
-    tiny_device = dataclasses.replace(H200, memory=1e-9)  # the full batch never fits
-    assert choose_micro_batch(Step(model=SMALL, images=100), tiny_device) == found
+    chosen = guards.largest_micro_batch(run, (torch.zeros(100, 1),))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("plainvit.planning.plan.memory", lambda step: {"total": step.size})
+    assert choose_micro_batch(Step(model=SMALL, images=100), largest) == chosen
 
 
 def test_fsdp_holds_a_shard_of_what_ddp_holds() -> None:

@@ -32,15 +32,9 @@ def plan(
     search: bool = False,
     measured: Report | None = None,
 ) -> Report:
-    """Estimates the cost of a run; with a device, also its time and whether it fits in memory.
+    """The cost of a run on `devices` of the kind `on`; without a kind, no times.
 
-    Args:
-        config: The run.
-        on: Name of a device in `DEVICES`.
-        devices: Number of these devices.
-        images: Training images, where the data is not a known dataset.
-        search: Add a run for each rate of optim.grid.
-        measured: Result of `plainvit.train.measure.measure_steps`; replaces the estimated step time.
+    `images` is needed if the data is not a known dataset; `measured` (`train.measure.measure_steps`) replaces the step time.
     """
     _check_arguments(config, on, devices, images, search)
     model, device = resolve_model(config), DEVICES.get(on)
@@ -133,7 +127,7 @@ def _plan_step(step: Step, device: Device | None, run: Report, measured: Report 
     if measured:
         step = replace(step, micro_batch=measured["micro_batch"])
     elif device and not step.micro_batch:
-        step = replace(step, micro_batch=choose_micro_batch(step, device))
+        step = replace(step, micro_batch=choose_micro_batch(step, device.usable_bytes) or 1)
     planned: Report = {"images": step.images, "micro_batch": step.size, "memory": memory(step), "fits": None}
     parts = {"measured": measured["seconds"]} if measured else {}
     if device:
@@ -153,13 +147,11 @@ def _plan_step(step: Step, device: Device | None, run: Report, measured: Report 
     }
 
 
-def choose_micro_batch(step: Step, device: Device) -> int:
-    """As training does: the full batch of the device, or its largest divisor of at most half of it, and so on."""
-    size, largest = step.images, largest_micro_batch(step, device)
-    if memory(replace(step, micro_batch=size))["total"] <= device.usable_bytes:
-        return size
-    while size > max(largest, 1):
-        size = max((n for n in range(1, size // 2 + 1) if step.images % n == 0), default=1)
+def choose_micro_batch(step: Step, available: float) -> int:
+    """As training does: the full batch of the device, or its largest divisor of at most half of it, and so on; 0: none."""
+    size = step.images
+    while size and memory(replace(step, micro_batch=size))["total"] > available:
+        size = max((n for n in range(1, size // 2 + 1) if step.images % n == 0), default=0)
     return size
 
 
@@ -167,17 +159,13 @@ def estimate_micro_batch(config: Config, devices: int, free: int) -> int:
     """The micro-batch of an FSDP step that fits into `free` bytes next to the weights; 0 if none does."""
     assert config.model
     step = replace(describe_step(config, config.model, devices), parallel="fsdp")
-    for size in sorted((n for n in range(1, step.images + 1) if step.images % n == 0), reverse=True):
-        used = memory(replace(step, micro_batch=size))
-        allocated = used["weights"] + used["averaged weights"] + used["images"]
-        if used["total"] - allocated <= free * USABLE_MEMORY:
-            return size
-    return 0
+    used = memory(step)
+    return choose_micro_batch(step, free * USABLE_MEMORY + sum(used[n] for n in ("weights", "averaged weights", "images")))
 
 
 def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:
     """What the values leave out or assume, and what to change."""
-    run, step = report["run"], report["step"]
+    run, step, devices = report["run"], report["step"], report["devices"]
     if not (config.steps or config.epochs or config.init):
         yield "the length of the run is not set: give --epochs or --steps for exaFLOPs and hours"
     elif not run["steps"]:
@@ -185,15 +173,15 @@ def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:
     if not model.classes and config.objective == "classify":
         yield "the number of classes depends on the data: the last layer is not counted"
     if report["on"] in DEVICES and (isinstance(model, ResNetConfig) or model.stem):
-        yield "planned times of convolutions are a guess: their rate was not measured"
+        yield "planned times of convolutions are assumed: their rate was not measured"
     if config.objective == "mae":
         yield "planned as if the encoder saw all tokens: a step of MAE takes about half of this"
     if config.teacher:
         yield "memory and time of the teacher are not planned"
     if config.optim.frozen:
         yield "planned for training every weight: an upper bound with --optim.frozen"
-    if report["devices"] > 1 and report["on"]:
-        speed = DEVICES[report["on"]].collective_bandwidth(report["devices"]) / 1e9
+    if devices > 1 and report["on"]:
+        speed = DEVICES[report["on"]].collective_bandwidth(devices) / 1e9
         yield f"communication is not measured: its bytes at {speed:,.0f} GB/s, overlapped with computation"
     if step["fits"] is False:
         shard = "--parallel fsdp, " if report["parallel"] == "ddp" else ""
@@ -214,10 +202,9 @@ def table(report: Report) -> RenderableType:
     shown = Table(box=None, pad_edge=False, show_header=False)
     shown.add_column(style="bold", no_wrap=True)
     shown.add_column(overflow="fold")
-    for title, text in {**_describe_run(report), "": "", **_describe_step(report["step"], report["devices"])}.items():
+    for title, text in (_describe_run(report) | {"": ""} | _describe_step(report["step"], report["devices"])).items():
         shown.add_row(title, text)
-    notes = ["", *(f"- {note}" for note in report["notes"])] if report["notes"] else []
-    return Group(shown, *notes)
+    return Group(shown, *([""] if report["notes"] else []), *(f"- {note}" for note in report["notes"]))
 
 
 def _describe_run(report: Report) -> dict[str, str]:
