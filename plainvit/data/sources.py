@@ -208,14 +208,19 @@ class ConcatSource(View):
         self.labels = np.concatenate([source.labels for source in sources])
         self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
 
-    def place(self, index: int) -> tuple[int, int]:
+    def find_part(self, index: int) -> tuple[int, int]:
         """(number of the source, index in it)."""
-        number = int(np.searchsorted(self._ends, index, "right"))
-        return number, index - (int(self._ends[number - 1]) if number else 0)
+        return find_part(self._ends, index)
 
     def locate(self, index: int) -> tuple[Source, int]:
-        number, index = self.place(index)
+        number, index = self.find_part(index)
         return self.sources[number], index
+
+
+def find_part(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """(number of the part that has this index, index in it), for consecutive parts that end at `ends`."""
+    number = int(np.searchsorted(ends, index, "right"))
+    return number, index - (int(ends[number - 1]) if number else 0)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -322,7 +327,7 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
     if path.is_file() and path.suffix == ".csv":
         return lists.open_list(path, split)
     if path.is_file() and path.suffix == ".parquet":
-        return tables.open_table(path, split)
+        return tables.open_parquet(path, split)
     if spec in known.SETS:
         return known.open_known(spec, split, data_root)
     if path.is_file():

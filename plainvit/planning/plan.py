@@ -34,7 +34,8 @@ def plan(
 ) -> Report:
     """The cost of a run on `devices` of the kind `on`; without a kind, no times.
 
-    `images` is needed if the data is not a known dataset; `measured` (`train.measure.measure_steps`) replaces the step time.
+    `images` is needed if the data is not a known dataset. `measured`, of `train.measure.measure_steps`, replaces the
+    estimated time of a step.
     """
     _check_arguments(config, on, devices, images, search)
     model, device = resolve_model(config), DEVICES.get(on)
@@ -148,7 +149,10 @@ def _plan_step(step: Step, device: Device | None, run: Report, measured: Report 
 
 
 def choose_micro_batch(step: Step, available: float) -> int:
-    """As training does: the full batch of the device, or its largest divisor of at most half of it, and so on; 0: none."""
+    """As training does: the full batch of the device, or its largest divisor of at most half of it, and so on.
+
+    0 if not even one image fits.
+    """
     size = step.images
     while size and memory(replace(step, micro_batch=size))["total"] > available:
         size = max((n for n in range(1, size // 2 + 1) if step.images % n == 0), default=0)
@@ -160,7 +164,9 @@ def estimate_micro_batch(config: Config, devices: int, free: int) -> int:
     assert config.model
     step = replace(describe_step(config, config.model, devices), parallel="fsdp")
     used = memory(step)
-    return choose_micro_batch(step, free * USABLE_MEMORY + sum(used[n] for n in ("weights", "averaged weights", "images")))
+    return choose_micro_batch(
+        step, free * USABLE_MEMORY + sum(used[n] for n in ("weights", "averaged weights", "images"))
+    )
 
 
 def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:

@@ -14,8 +14,8 @@ from plainvit.planning import cost
 from plainvit.planning.devices import H200, Device
 from plainvit.planning.memory import Step, count_layers
 
-# Width: FLOP/s of matmuls, in steps of Ti/16, S/16, B/16, L/16 and H/14 on one H200 (224 px, bf16, compiled, AdamW, fast
-# path). The time that attention and the update take is subtracted
+# Width: FLOP/s of the matmuls in steps of Ti/16, S/16, B/16, L/16 and H/14 on one H200 (224 px, bf16, compiled, AdamW,
+# fast path), after subtracting the time of attention and update
 MATMUL_RATES = {192: 234.1e12, 384: 386.9e12, 768: 494.4e12, 1024: 583.1e12, 1280: 563.46e12}
 ATTENTION_RATE = 111e12  # FLOP/s; 106 to 117 in profiled steps of these five models
 UPDATE = 9.3e-12  # seconds for each trained weight: AdamW takes 0.8 ms for B/16, 5.8 ms for H/14
