@@ -77,7 +77,7 @@ def stream(
     """Global batches: the shares of all processes, one after the other."""
     options = {"mode": "streamed", "workers": 0, "seed": 11, **options}
     ranks = [
-        Loader(source, batch=batch, size=(side, side), augment=augment, rank=rank, world=world, **options).batches(
+        Loader(source, batch=batch, size=(side, side), augment=augment, rank=rank, world_size=world, **options).batches(
             start, stop
         )
         for rank in range(world)
@@ -410,7 +410,7 @@ def evaluated(source: Source, batch: int, world: int = 1, workers: int = 0, side
     return [
         list(
             evaluation_batches(
-                source, batch=batch, size=(side, side), preprocess=preprocess, rank=rank, world=world, workers=workers
+                source, batch=batch, size=(side, side), preprocess=preprocess, rank=rank, world_size=world, workers=workers
             )
         )
         for rank in range(world)

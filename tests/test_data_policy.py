@@ -230,7 +230,7 @@ CHAINS = {"randaugment": Augment(randaugment=(2, 15)), "three": Augment(three_au
 
 def loaded(source: Source, augment: Augment, batch: int = 12, stop: int = 48, world: int = 1, **options: Any) -> Tensor:
     options = {"seed": 3, "workers": 0, "mode": "streamed", "size": (32, 32), **options}
-    ranks = [Loader(source, batch=batch, augment=augment, rank=rank, world=world, **options) for rank in range(world)]
+    ranks = [Loader(source, batch=batch, augment=augment, rank=rank, world_size=world, **options) for rank in range(world)]
     parts = [[one.images for one in loader.batches(0, stop // batch)] for loader in ranks]
     return torch.cat([share for step in zip(*parts, strict=True) for share in step])
 

@@ -295,6 +295,11 @@ def select_images(where: str | Path, names: Iterable[str]) -> list[str]:
     return images
 
 
+def is_inside(name: str) -> bool:
+    """Whether a file name in a list is a path below the list's folder."""
+    return "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
+
+
 # Opening --------------------------------------------------------------------------------------------------------------
 
 
@@ -314,12 +319,12 @@ def open_source(
 def _open(spec: str, split: str, data_root: Path | None) -> Source:
     from plainvit.data import folders, generated, known, lists, tables
 
-    word, _, rest = spec.partition(":")
-    if word == "digits":
+    kind, _, rest = spec.partition(":")
+    if kind == "digits":
         return generated.digits(split, rest)
-    if word == "shapes":
+    if kind == "shapes":
         return generated.shapes(split, rest)
-    if word == "hf" and rest:
+    if kind == "hf" and rest:
         return tables.open_parquet(hub.fetch(rest, ["*.parquet", "**/*.parquet"], kind="dataset"), split)
     path = Path(spec)
     if path.is_dir():

@@ -78,7 +78,9 @@ def _find_split(path: Path, folder: Path) -> str | None:
 def _parse_split(name: str) -> str | None:
     """The split in the name of a file or folder."""
     for split, synonyms in SPLITS.items():
-        if any(name == word or name.startswith((f"{word}-", f"{word}_", f"{word}.")) for word in synonyms):
+        if any(
+            name == synonym or name.startswith((f"{synonym}-", f"{synonym}_", f"{synonym}.")) for synonym in synonyms
+        ):
             return split
     return None
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from plainvit.config import Augment
 from plainvit.data.decode import DataError
-from plainvit.data.sources import ConcatSource, Files, MissingSplitError, Source
+from plainvit.data.sources import ConcatSource, Files, MissingSplitError, Source, is_inside
 
 LISTS = {"train": "train800.txt", "val": "val200.txt", "test": "test.txt"}
 
@@ -104,7 +104,7 @@ def _open_list(path: Path, task: Task) -> Source:
             raise DataError(
                 f"{path} line {number} must be FILE LABEL with a label below {task.classes}, got {line[:80]!r}"
             )
-        if "\0" in file or Path(file).is_absolute() or ".." in Path(file).parts:
+        if not is_inside(file):
             raise DataError(f"{path} line {number}: {file!r} is outside the list's folder")
         names.append(file)
         labels.append(int(label))
