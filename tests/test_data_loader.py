@@ -410,7 +410,13 @@ def evaluated(source: Source, batch: int, world: int = 1, workers: int = 0, side
     return [
         list(
             evaluation_batches(
-                source, batch=batch, size=(side, side), preprocess=preprocess, rank=rank, world_size=world, workers=workers
+                source,
+                batch=batch,
+                size=(side, side),
+                preprocess=preprocess,
+                rank=rank,
+                world_size=world,
+                workers=workers,
             )
         )
         for rank in range(world)

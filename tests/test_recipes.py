@@ -421,7 +421,11 @@ def test_the_file_of_a_recipe_is_run_once(mine: Path) -> None:
         (MINE, ":LENGTH", "'LENGTH'"),
         (MINE, "", ":FUNCTION"),
         (MINE, ":", ":FUNCTION"),
-        (MINE, ":raising", f"RuntimeError: two lines (broken.py, line {MINE[: MINE.index('raise R')].count(chr(10)) + 1})"),
+        (
+            MINE,
+            ":raising",
+            f"RuntimeError: two lines (broken.py, line {MINE[: MINE.index('raise R')].count(chr(10)) + 1})",
+        ),
         (MINE, ":longer", "TypeError: longer() missing"),
         (MINE, ":wrong", "dict"),
         (None, ":short", "does not exist"),
