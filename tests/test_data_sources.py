@@ -292,7 +292,7 @@ def test_a_finding_in_val_also_excludes_from_test_if_they_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Excluded from one of the two alone, they would look like two sets, and test images would validate the run."""
-    monkeypatch.setitem(known.SETS, "small", known.Known(2, ("train", "val"), "test is the validation set"))
+    monkeypatch.setitem(known.SETS, "small", known.Known(2, ("train", "val")))
     plant_classes(tmp_path / "small" / "train", {"a": 10, "b": 1})
     plant_classes(tmp_path / "small" / "val", {"a": 4}, start=20)
     exclude = str(exclude_from_val(tmp_path))

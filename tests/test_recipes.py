@@ -32,7 +32,7 @@ from plainvit.config import (
     to_json,
 )
 from plainvit.data.splits import open_splits
-from plainvit.data.summary import summarise
+from plainvit.data.summary import summarize
 from plainvit.data.transforms import DRAWS, crop_boxes
 from plainvit.names import configure
 from plainvit.planning.cost import training_exaflops
@@ -472,7 +472,7 @@ def test_a_summary_counts_images_and_finds_their_size_and_colour(colour: bool, t
         file.parent.mkdir(exist_ok=True)
         Image.fromarray(pixels).save(file)
     (tmp_path / "a" / "bad.png").write_bytes(b"no image")
-    found = summarise(str(tmp_path))
+    found = summarize(str(tmp_path))
     assert found == DataSummary(images=7, classes=2, side=30, is_grey=not colour)
     assert recipe("small", found).augment.flip == (0.5 if colour else 0.0)
 
@@ -503,7 +503,7 @@ def test_a_plan_of_a_folder_counts_its_images(tmp_path: Path, capsys: pytest.Cap
     plant_classes(tmp_path, {"a": 40, "b": 40})
     main(["plan", "--data", str(tmp_path), "--json"])
     report = json.loads(capsys.readouterr().out)
-    trained = len(open_splits(recipe("small", summarise(str(tmp_path))).replace(data=str(tmp_path))).train)
+    trained = len(open_splits(recipe("small", summarize(str(tmp_path))).replace(data=str(tmp_path))).train)
     assert (report["run"]["images"], report["classes"], report["recipe"]) == (trained, 2, "small")
     assert 60 < trained < 80  # some are held out
 

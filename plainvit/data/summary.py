@@ -9,7 +9,7 @@ from plainvit.data.decode import ImageError
 from plainvit.data.sources import open_source
 
 
-def summarise(data: str, data_root: str | Path | None = None) -> DataSummary:
+def summarize(data: str, data_root: str | Path | None = None) -> DataSummary:
     """Count the training images and classes, and read some images for their size and colour."""
     source = open_source(data, "train", data_root=data_root or None)
     sides: list[int] = []
