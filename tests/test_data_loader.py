@@ -405,27 +405,10 @@ def test_default_workers_divide_the_cores_among_processes(
     assert Loader(photos, batch=4, size=(8, 8), augment=Augment(), mode="streamed").workers == expected
 
 
-def evaluated(source: Source, batch: int, world: int = 1, workers: int = 0, side: int = 24) -> list[Stream]:
-    preprocess = Preprocess(resize="crop", crop=0.9)
-    return [
-        list(
-            evaluation_batches(
-                source,
-                batch=batch,
-                size=(side, side),
-                preprocess=preprocess,
-                rank=rank,
-                world_size=world,
-                workers=workers,
-            )
-        )
-        for rank in range(world)
-    ]
-
-
 @pytest.mark.parametrize(("batch", "world"), [(1, 3), (7, 2), (64, 1), (7, 40)])
 def test_every_image_is_evaluated_once(photos: Source, batch: int, world: int) -> None:
-    ranks = evaluated(photos, batch, world)
+    options: dict[str, Any] = {"size": (24, 24), "preprocess": Preprocess(resize="crop", crop=0.9), "world_size": world}
+    ranks = [list(evaluation_batches(photos, batch=batch, rank=rank, **options)) for rank in range(world)]
     index = [one for batches in ranks for made in batches for one in made.index.tolist()]
     assert sorted(index) == list(range(37))
     for batches in ranks:

@@ -171,14 +171,6 @@ def test_only_parquet_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: py
 # Memory for parquet ---------------------------------------------------------------------------------------------------
 
 
-def test_loaded_images_are_not_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_parquet(tmp_path / "train.parquet", IMAGES, WORDS, group=3)
-    source = open_source(str(tmp_path))
-    source.load()
-    monkeypatch.setattr(tables.Table, "_read_group", lambda *_: pytest.fail("it is decoded again"))
-    assert contents(source) == IMAGES
-
-
 @pytest.mark.parametrize(("limit", "groups"), [(0, 1), (1500, 1), (100_000, 5)])
 def test_a_memory_limit_does_not_change_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, groups: int

@@ -165,13 +165,6 @@ def test_a_cut_equals_crop_and_resize(place: tuple[int, int, int, int], out: tup
     assert (found - floats.round()).abs().max() <= 1
 
 
-def test_cutting_a_file_equals_cutting_its_pixels() -> None:
-    for data in (encode(PICTURE, "PNG"), encode(PICTURE, "JPEG", quality=95)):
-        for place in CUTS[:3]:
-            expected = crop_and_resize(by_pillow(data), box(*place), (48, 48), (90, 120))
-            assert torch.equal(crop_and_resize(data, box(*place), (48, 48), (90, 120)), expected)
-
-
 @pytest.mark.parametrize("pad", [1, 4])
 def test_cutting_beyond_the_border_gives_zeros(pad: int) -> None:
     pixels = noise(12, 10)
@@ -307,16 +300,13 @@ def batch(count: int, side: int = 16, seed: int = 0) -> Tensor:
     return torch.stack([as_tensor(noise(side, side, seed + i)) for i in range(count)])
 
 
-def test_flips_are_exact_and_have_the_given_probability() -> None:
+def test_flips_are_exact_and_where_a_uniform_is_below_the_probability() -> None:
     images, u = batch(8), draws(8)
     for flip in (0.0, 0.3, 0.5, 1.0):
         found = augment_batch(images, u, Augment(flip=flip))
         assert found.dtype is torch.uint8
         for image, result, number in zip(images, found, u[:, FLIP], strict=True):
             assert torch.equal(result, VF.horizontal_flip(image) if number < flip else image)
-    two = torch.arange(2, dtype=torch.uint8).view(1, 1, 1, 2).expand(5000, 3, 1, 2)
-    flipped = int(augment_batch(two, draws(5000), Augment(flip=0.3))[:, 0, 0, 0].sum())
-    assert binomtest(flipped, 5000, 0.3).pvalue > RARE
 
 
 @pytest.mark.parametrize("colour", [0.1, 0.4, 0.9])
@@ -332,25 +322,21 @@ def test_color_jitter_equals_torchvision(colour: float) -> None:
         assert (result - expected).abs().max() < 2.5e-4 * colour
 
 
-def holes(probability: float, count: int, side: int, floats: bool = False) -> tuple[Tensor, Tensor]:
-    """Images without grey in them, erased; and where they are grey afterwards [B, H, W]."""
+def draw_holes(probability: float, count: int, side: int, floats: bool) -> Tensor:
+    """Where images without grey in them are grey after erasing: [B, H, W]."""
     images = torch.zeros(count, 3, side, side, dtype=torch.float32 if floats else torch.uint8)
     found = augment_batch(images, draws(count), Augment(flip=0, erase=probability))
     grey = 0.5 if floats else 128
     assert ((found == 0) | (found == grey)).all()
     assert (found == found[:, :1]).all()
-    return found, found[:, 0] == grey
-
-
-@pytest.mark.parametrize("probability", [0.25, 0.6, 1.0])
-def test_erasing_has_the_given_probability(probability: float) -> None:
-    _, grey = holes(probability, 4000, 24)
-    assert binomtest(int(grey.any(2).any(1).sum()), 4000, probability).pvalue > RARE
+    return found[:, 0] == grey
 
 
 @pytest.mark.parametrize("floats", [False, True])
-def test_erased_areas_are_rectangles_of_the_stated_area_and_aspect(floats: bool) -> None:
-    _, grey = holes(1.0, 800, 96, floats)
+def test_erased_areas_have_the_stated_probability_area_and_aspect(floats: bool) -> None:
+    erased = draw_holes(0.6, 4000, 24, floats).flatten(1).any(1)
+    assert binomtest(int(erased.sum()), 4000, 0.6).pvalue > RARE
+    grey = draw_holes(1.0, 800, 96, floats)
     rows, columns = grey.any(2).sum(1).double(), grey.any(1).sum(1).double()
     assert torch.equal(grey.sum((1, 2)).double(), rows * columns)  # filled: a rectangle
     area = (rows * columns / 96**2).numpy()
