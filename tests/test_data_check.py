@@ -41,6 +41,16 @@ def test_info_of_a_folder(tmp_path: Path, capsys: Capture) -> None:
     assert train["fingerprint"] != val["fingerprint"]
 
 
+def test_a_folder_with_the_name_of_a_known_set_has_all_of_its_splits(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The known set `imagenet` has no test split."""
+    for split in ("train", "val", "test"):
+        plant_classes(tmp_path / "imagenet" / split, {"a": 1, "b": 1})
+    monkeypatch.chdir(tmp_path)
+    assert list(report(capsys, "data", "info", "imagenet")["splits"]) == ["train", "val", "test"]
+
+
 # check ----------------------------------------------------------------------------------------------------------------
 
 

@@ -355,7 +355,6 @@ def test_too_few_hours_are_noted_with_the_steps_they_allow() -> None:
         (recipe("cifar10"), {"devices": 0}, "--devices"),
         (recipe("vit-b16-i1k"), {"devices": 100}, "--devices 128"),
         (recipe("vit-h14-jft"), {"images": 0}, "--images"),
-        (recipe("cifar10"), {"search": True}, "--optim.grid"),
     ],
 )
 def test_bad_input_raises_one_line_that_names_the_flag(config: Config, options: dict[str, Any], word: str) -> None:
@@ -388,14 +387,6 @@ def test_a_recipe_takes_another_image_size(capsys: pytest.CaptureFixture[str]) -
     model = resolve(config, open_splits(config)).model
     assert model
     assert model.image_size == (16, 16)
-
-
-def test_a_search_is_planned_as_one_run_per_rate_and_the_final_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """Table 4 has four rates for Pets, of 500 steps each."""
-    one, searched = (plan_json(f"ft-pets --model ViT-B/16 --on h200{flag}", capsys) for flag in ("", " --search"))
-    assert (searched["run"]["runs"], searched["run"]["steps"], one["run"]["runs"]) == (5, 500, 1)
-    assert searched["run"]["exaflops"] == pytest.approx(5 * one["run"]["exaflops"])
-    assert searched["step"]["hours"] == pytest.approx(5 * one["step"]["hours"])
 
 
 def test_a_plan_without_the_weights_takes_the_name_of_a_model(

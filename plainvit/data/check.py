@@ -16,11 +16,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from plainvit.data import known
 from plainvit.data.content import map_images
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.folders import order_classes
 from plainvit.data.imagenet import readable_names
+from plainvit.data.known import find_known
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, open_source
 
 NAMES_SHOWN = 6  # classes named by `data info`
@@ -30,7 +30,8 @@ def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
     """Open every split of the data. A damaged split is an error; an absent one is left out."""
     sources: dict[str, Source] = {}
     missing: MissingSplitError | None = None
-    for split in known.SETS[spec].splits if spec in known.SETS else SPLITS:
+    known = find_known(spec)
+    for split in known.splits if known else SPLITS:
         try:
             sources[split] = open_source(spec, split, data_root=data_root)
         except MissingSplitError as error:

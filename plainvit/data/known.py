@@ -76,9 +76,14 @@ def describe_layout(name: str) -> str:
     return f"{known.folder or name}/{within}CLASS"
 
 
+def find_known(spec: str) -> Known | None:
+    """The known set that `--data spec` means; a folder or file of that name comes first."""
+    return None if Path(spec).exists() else SETS.get(spec)
+
+
 def official_split(spec: str, split: str) -> str:
     """The official name of a split: the test images of ImageNet are its validation set."""
-    known = SETS.get(spec)
+    known = find_known(spec)
     return "val" if known and split == "test" and split not in known.splits else split
 
 

@@ -29,7 +29,6 @@ def plan(
     on: str = "",
     devices: int = 1,
     images: int | None = None,
-    search: bool = False,
     measured: Report | None = None,
 ) -> Report:
     """The cost of a run on `devices` of the kind `on`; without a kind, no times.
@@ -37,9 +36,9 @@ def plan(
     `images` is needed if the data is not a known dataset. `measured`, of `train.measure.measure_steps`, replaces the
     estimated time of a step.
     """
-    _check_arguments(config, on, devices, images, search)
+    _check_arguments(config, on, devices, images)
     model, device = resolve_model(config), DEVICES.get(on)
-    run = _count_steps(config, model, images, runs=1 + len(config.optim.grid) * search)
+    run = _count_steps(config, model, images)
     step = describe_step(config, model, devices)
     report: Report = {
         "recipe": config.recipe,
@@ -73,7 +72,7 @@ def resolve_model(config: Config) -> Model:
     return model.replace(classes=0, representation=0, pool="average" if model.reads_one_token else model.pool)
 
 
-def _check_arguments(config: Config, on: str, devices: int, images: int | None, search: bool) -> None:
+def _check_arguments(config: Config, on: str, devices: int, images: int | None) -> None:
     if on and on not in DEVICES:
         raise ValueError(f"--on {on}: this device is not known; {nearest(on, DEVICES)}")
     if devices < 1:
@@ -83,21 +82,18 @@ def _check_arguments(config: Config, on: str, devices: int, images: int | None, 
         raise ValueError(f"--batch {config.batch} is not divisible by --devices {devices}: try --devices {near}")
     if images is not None and images < 1:
         raise ValueError(f"--images must be at least 1, got {images}")
-    if search and not config.optim.grid:
-        raise ValueError("--search needs rates to try: --optim.grid 0.001 0.003 0.01 0.03")
 
 
-def _count_steps(config: Config, model: Model, images: int | None, runs: int) -> Report:
-    """Steps of a run and the FLOPs of all runs; None where the number of images is not known."""
+def _count_steps(config: Config, model: Model, images: int | None) -> Report:
+    """Steps and FLOPs of the run; None where the number of images is not known."""
     images = images or count_training_images(config)
     steps = (count_steps(config, images) if images else config.steps) or None
     return {
         "images": images,
         "batch": config.batch,
-        "runs": runs,
         "steps": steps,
         "epochs": steps * config.batch / images if steps and images else None,
-        "exaflops": cost.training_exaflops(model, runs * steps * config.batch) if steps else None,
+        "exaflops": cost.training_exaflops(model, steps * config.batch) if steps else None,
     }
 
 
@@ -144,7 +140,7 @@ def _plan_step(step: Step, device: Device | None, run: Report, measured: Report 
         "seconds": seconds,
         "images_per_second": rate,
         "mfu": 6 * cost.macs(step.model) * rate / step.devices / (device.tflops * 1e12) if device else None,
-        "hours": run["runs"] * run["steps"] * seconds / 3600 if run["steps"] else None,
+        "hours": run["steps"] * seconds / 3600 if run["steps"] else None,
     }
 
 
@@ -192,12 +188,8 @@ def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:
     if step["fits"] is False:
         shard = "--parallel fsdp, " if report["parallel"] == "ddp" else ""
         yield f"a step does not fit: use {shard}--recompute, a smaller --image-size or more --devices"
-    if run["runs"] > 1:
-        rates = ", ".join(f"{lr:g}" for lr in config.optim.grid)
-        yield f"FLOPs and time are those of {run['runs']} runs: --search tries {rates}, then trains with the best"
-    hours = (step.get("hours") or 0) / run["runs"]
-    if 0 < config.hours < hours:
-        yield f"--hours {config.hours:g} allows about {int(run['steps'] * config.hours / hours):,} steps of each run"
+    if 0 < config.hours < (hours := step.get("hours") or 0):
+        yield f"--hours {config.hours:g} allows about {int(run['steps'] * config.hours / hours):,} steps"
 
 
 # Table ----------------------------------------------------------------------------------------------------------------
@@ -220,8 +212,7 @@ def _describe_run(report: Report) -> dict[str, str]:
     rows["per image"] = f"{flops['forward'] / unit:,.1f} {name} forward, {flops['training'] / unit:,.1f} training"
     if run["steps"]:
         epochs = f", {run['epochs']:,.3g} epochs of {run['images']:,} images" if run["epochs"] else ""
-        title = "run" if run["runs"] == 1 else f"each of {run['runs']} runs"
-        rows |= {title: f"{run['steps']:,} steps of {run['batch']:,}{epochs}"}
+        rows["run"] = f"{run['steps']:,} steps of {run['batch']:,}{epochs}"
         rows["compute"] = f"{_format(run['exaflops'])} exaFLOPs"
     size = _format_bytes(report["checkpoint_bytes"])
     rows["checkpoint"] = f"{size}; the newest {report['checkpoints_kept']} and the best are kept"
