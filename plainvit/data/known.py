@@ -18,26 +18,29 @@ from plainvit.data.sources import MissingSplitError, Source
 class Known:
     classes: int
     splits: tuple[str, ...]
+    images: int = 0  # for training, as published; 0 for test sets
     folder: str = ""  # below the data root, if it differs from the name
 
 
 SETS: dict[str, Known] = {
-    "imagenet": Known(1000, ("train", "val")),  # ILSVRC-2012; test is the validation set, as in the paper
-    "imagenet-real": Known(1000, ("val",), "imagenet"),  # ImageNet's validation images with the label lists of ReaL
+    "imagenet": Known(1000, ("train", "val"), 1_281_167),  # ILSVRC-2012; test is the validation set, as in the paper
+    "imagenet-real": Known(
+        1000, ("val",), folder="imagenet"
+    ),  # ImageNet's validation images with the label lists of ReaL
     "imagenet-v2": Known(1000, ("test",)),  # a new test set for ImageNet (arXiv 1902.10811), folders 0 to 999
     "imagenet-a": Known(200, ("test",)),  # natural adversarial examples (arXiv 1907.07174)
     "imagenet-r": Known(200, ("test",)),  # renditions of ImageNet's classes (arXiv 2006.16241)
     "imagenet-sketch": Known(1000, ("test",)),  # sketches of ImageNet's classes (arXiv 1905.13549)
-    "imagenet21k": Known(21843, ("train",)),  # ImageNet-21k, 14 million images
-    "tiny-imagenet": Known(200, ("train", "val")),  # 64 x 64 pixels; test is the validation set
-    "cifar10": Known(10, ("train", "test")),  # 32 x 32 pixels
-    "cifar100": Known(100, ("train", "test")),  # 32 x 32 pixels
-    "oxford-pets": Known(37, ("train", "test")),  # Oxford-IIIT Pets; train is the official trainval
-    "flowers102": Known(102, ("train", "val", "test")),  # Oxford Flowers-102
+    "imagenet21k": Known(21843, ("train",), 14_197_122),  # the release of 2011
+    "tiny-imagenet": Known(200, ("train", "val"), 100_000),  # 64 x 64 pixels; test is the validation set
+    "cifar10": Known(10, ("train", "test"), 50_000),  # 32 x 32 pixels
+    "cifar100": Known(100, ("train", "test"), 50_000),  # 32 x 32 pixels
+    "oxford-pets": Known(37, ("train", "test"), 3_680),  # Oxford-IIIT Pets; train is the official trainval
+    "flowers102": Known(102, ("train", "val", "test"), 1_020),  # Oxford Flowers-102
 }
 for _name, _task in vtab.TASKS.items():
-    SETS[f"vtab/{_name}"] = Known(_task.classes, ("train", "val", "test"), _name)
-    SETS[f"vtab1000/{_name}"] = Known(_task.classes, ("train", "test"), _name)
+    SETS[f"vtab/{_name}"] = Known(_task.classes, ("train", "val", "test"), 800, _name)
+    SETS[f"vtab1000/{_name}"] = Known(_task.classes, ("train", "test"), 1_000, _name)
 
 
 def open_known(name: str, split: str, data_root: Path | None) -> Source:
