@@ -46,25 +46,20 @@ for _name, _task in vtab.TASKS.items():
 def open_known(name: str, split: str, data_root: Path | None) -> Source:
     """Open one split of a known set and check its number of classes."""
     known = SETS[name]
+    layout = describe_layout(name)
     if data_root is None:
-        raise DataError(
-            f"{name} needs a data root: give --data-root DIR with the images in DIR/{describe_layout(name)}"
-        )
+        raise DataError(f"{name} needs a data root: give --data-root DIR with the images in DIR/{layout}")
     group, _, task = name.partition("/")
-    if task in vtab.TASKS:
-        source = vtab.open_task(task, split, data_root, whole=group == "vtab1000")
-        folder = data_root
+    if task:
+        return vtab.open_task(task, split, data_root, whole=group == "vtab1000")
+    folder = data_root / (known.folder or name)
+    if not folder.is_dir():
+        problem = f"{name} is not in the data root: there is no folder {folder}"
+        raise DataError(f"{problem}; put its images in {data_root / layout}")
+    if known.splits == ("test",):
+        source = _open_test_only(name, folder, split)
     else:
-        folder = data_root / (known.folder or name)
-        if not folder.is_dir():
-            raise DataError(
-                f"{name} is not in the data root: there is no folder {folder}; put its images in "
-                f"{data_root / describe_layout(name)}"
-            )
-        if known.splits == ("test",):
-            source = _open_test_only(name, folder, split)
-        else:
-            source = open_folder(folder, official_split(name, split))
+        source = open_folder(folder, official_split(name, split))
     if len(source.classes) != known.classes:
         raise DataError(f"{name} has {known.classes} classes, but the images in {folder} have {len(source.classes)}")
     return source

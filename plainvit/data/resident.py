@@ -54,11 +54,6 @@ class ResidentMemoryError(ValueError):
     exit_code = 5
 
 
-def available_bytes(device: torch.device) -> int:
-    """Free memory of the device; on the host, including the page cache."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-
-
 def find_resident_sizes(
     source: Source, device: torch.device, required: bool = False, force: bool = False
 ) -> np.ndarray | None:
@@ -69,7 +64,7 @@ def find_resident_sizes(
     """
     if len(source) > 2_000_000 and not required:
         return None
-    free = available_bytes(device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if required:
         side_limit, byte_limit = math.inf, free
     elif device.type == "cuda":
