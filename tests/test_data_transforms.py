@@ -65,7 +65,7 @@ def by_torchvision(size: tuple[int, int], augment: Augment, count: int = 4000) -
 def tensorflow_box(random: np.random.Generator, size: tuple[int, int], augment: Augment) -> tuple[int, int, int, int]:
     """tf.image.sample_distorted_bounding_box as documented and as its kernel computes it: 100 tries, then all of it."""
     height, width = size
-    least, most = (share * height * width for share in augment.area)
+    least, most = (fraction * height * width for fraction in augment.area)
     for _ in range(100):
         aspect = random.uniform(*augment.aspect)
         h, top_h = round(np.sqrt(least / aspect)), round(np.sqrt(most / aspect))
@@ -231,7 +231,7 @@ SHAPES = [(90, 120), (120, 90), (333, 500), (500, 331), (224, 224), (256, 256), 
 KINDS = {"bilinear": v2.InterpolationMode.BILINEAR, "bicubic": v2.InterpolationMode.BICUBIC}
 
 
-def share_within(found: Tensor, expected: Tensor, levels: int) -> float:
+def fraction_within(found: Tensor, expected: Tensor, levels: int) -> float:
     return float(((found.int() - expected.int()).abs() <= levels).double().mean())
 
 
@@ -245,8 +245,8 @@ def test_crop_equals_torchvision(shape: tuple[int, int], crop: float, interpolat
     preprocess = Preprocess(resize="crop", crop=crop, interpolation=interpolation)
     found = preprocess_image(image.permute(1, 2, 0).numpy(), preprocess, (96, 96))
     assert found.shape == (3, 96, 96)
-    assert share_within(found, expected, 1) == 1
-    assert share_within(found, expected, 0) > 0.99
+    assert fraction_within(found, expected, 1) == 1
+    assert fraction_within(found, expected, 0) > 0.99
 
 
 SETTINGS = [
@@ -363,11 +363,11 @@ def partner(values: Tensor) -> Tensor:
     return values[order]
 
 
-def own_share(targets: Tensor, mixed: Tensor) -> float:
+def own_weight(targets: Tensor, mixed: Tensor) -> float:
     """What is left of each sample's own label; the same for all."""
-    shares = (mixed * targets).sum(1)
-    assert torch.equal(shares, shares[:1].expand_as(shares))
-    return float(shares[0])
+    weights = (mixed * targets).sum(1)
+    assert torch.equal(weights, weights[:1].expand_as(weights))
+    return float(weights[0])
 
 
 MIXUP, CUTMIX = Augment(mixup=0.8), Augment(cutmix=1.0)
@@ -385,10 +385,10 @@ def test_mixed_targets_are_distributions(augment: Augment) -> None:
         assert torch.allclose(of_bytes, mixed, atol=1e-6)
         assert (soft >= 0).all()
         assert torch.allclose(soft.sum(1), torch.ones(8), atol=1e-6)
-        share = own_share(targets, soft)
-        assert torch.allclose(soft, share * targets + (1 - share) * partner(targets), atol=1e-6)
+        weight = own_weight(targets, soft)
+        assert torch.allclose(soft, weight * targets + (1 - weight) * partner(targets), atol=1e-6)
         if augment is MIXUP:
-            assert torch.allclose(mixed, share * images + (1 - share) * partner(images), atol=1e-6)
+            assert torch.allclose(mixed, weight * images + (1 - weight) * partner(images), atol=1e-6)
     assert torch.equal(images, kept[0])
     assert torch.equal(targets, kept[1])
 
@@ -402,25 +402,24 @@ def test_cutmix_area_equals_the_label_weight() -> None:
         hole = foreign.any(0)
         count = int(hole.sum())
         assert count == int(hole.any(0).sum()) * int(hole.any(1).sum())
-        assert own_share(targets, soft) == pytest.approx(1 - count / 21**2, abs=1e-6)
-        assert torch.allclose((soft * partner(targets)).sum(1), torch.full((8,), count / 21**2), atol=1e-6)
+        assert own_weight(targets, soft) == pytest.approx(1 - count / 21**2, abs=1e-6)
 
 
 def test_mixup_weights_are_beta_distributed() -> None:
     """The larger of b and 1 - b, since neighbours take it in turns; against scipy's beta."""
     images, targets = pairs(2, 1, 2)
     for alpha in (0.2, 0.8, 1.0):
-        shares = [own_share(targets, mix(images, targets, Augment(mixup=alpha), 1, step)[1]) for step in range(600)]
+        weights = [own_weight(targets, mix(images, targets, Augment(mixup=alpha), 1, step)[1]) for step in range(600)]
         law = beta(alpha, alpha)
-        assert min(shares) >= 0.5
-        assert kstest(shares, lambda x, law=law: 1 - 2 * law.sf(x)).pvalue > RARE
+        assert min(weights) >= 0.5
+        assert kstest(weights, lambda x, law=law: 1 - 2 * law.sf(x)).pvalue > RARE
 
 
 @pytest.mark.parametrize("alpha", [0.4, 1.0])
 def test_cutmix_weights_are_distributed_as_in_torchvision(alpha: float) -> None:
     """Holes are cut off at the border there as here, so the law is compared with its own CutMix."""
     images, targets = torch.zeros(2, 3, 32, 32), torch.eye(2)
-    ours = [own_share(targets, mix(images, targets, Augment(cutmix=alpha), 1, step)[1]) for step in range(800)]
+    ours = [own_weight(targets, mix(images, targets, Augment(cutmix=alpha), 1, step)[1]) for step in range(800)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs_mix = v2.CutMix(alpha=alpha, num_classes=2)
