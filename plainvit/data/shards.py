@@ -48,7 +48,8 @@ def open_tars(folder: Path, split: str) -> Source:
     table = _read_index(folder / INDEX)
     shards = [folder / name for name in table.column("shard").unique().to_pylist()]
     names = [path.name for path in group_by_split(shards, folder, split)[split]]
-    return Tars(folder, table.filter(pc.is_in(table.column("shard"), value_set=pa.array(names))))
+    chosen = pc.is_in(table.column("shard"), value_set=pa.array(names))  # pyright: ignore
+    return Tars(folder, table.filter(chosen))
 
 
 def _read_index(path: Path) -> pa.Table:
