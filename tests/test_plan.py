@@ -203,24 +203,15 @@ def test_checkpoint_bytes_match_a_saved_checkpoint(tmp_path: Path) -> None:
 # Time -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"recompute": True},
-        {"eager": True},
-        {"element_bytes": 4},
-        {"micro_batch": 2},
-        {"optim": Optim(name="muon")},
-        {"model": configure("ViT-B/16", image_size=384)},
-        {"model": configure("R50x1+ViT-B/16")},
-    ],
-    ids=str,
-)
+SLOWER: list[dict[str, Any]] = [{"recompute": True}, {"eager": True}, {"element_bytes": 4}, {"micro_batch": 2}]
+SLOWER += [{"optim": Optim(name="muon")}, {"model": configure("R50x1+ViT-B/16")}]
+
+
+@pytest.mark.parametrize("changes", SLOWER, ids=str)
 def test_more_work_takes_longer(changes: dict[str, Any]) -> None:
     step = Step(model=configure("ViT-B/16"), images=256)
-    assert sum(step_seconds(dataclasses.replace(step, **changes), H200).values()) > sum(
-        step_seconds(step, H200).values()
-    )
+    slower = dataclasses.replace(step, **changes)
+    assert sum(step_seconds(slower, H200).values()) > sum(step_seconds(step, H200).values())
 
 
 @pytest.mark.parametrize("name", ["ViT-B/16", "R50x1+ViT-B/16", "BiT-R50x1", "Axial-ViT-B/32"])
@@ -379,14 +370,7 @@ def test_a_plan_loads_no_torch() -> None:
 def test_a_named_model_takes_the_image_size_of_either_flag(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (f"digits {size} --model ViT-Ti/16", f"digits --model ViT-Ti/16 {size}"):
         assert plan_json(words, capsys)["parameters"] == cost.parameters(configure("ViT-Ti/16", 10, 32))
-
-
-def test_a_recipe_takes_another_image_size(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_json("digits --image-size 16 --on h200", capsys)["tokens"] == 64
-    config = recipe("digits").replace(image_size=16)
-    model = resolve(config, open_splits(config)).model
-    assert model
-    assert model.image_size == (16, 16)
+    assert plan_json("digits --image-size 16 --on h200", capsys)["tokens"] == 64  # of the recipe's model
 
 
 def test_a_plan_without_the_weights_takes_the_name_of_a_model(

@@ -176,11 +176,11 @@ def preprocess_image(data: bytes | np.ndarray, preprocess: Preprocess, out: tupl
 
 def augment_batch(images: Tensor, u: Tensor, augment: Augment) -> Tensor:
     """Flip, color and erase a batch on its device, each sample by its own uniforms. Color makes floats of uint8."""
-    flip, colours, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 : DRAWS]
+    flip, colors, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 : DRAWS]
     if augment.flip:
         images = torch.where((flip < augment.flip).view(-1, 1, 1, 1), images.flip(-1), images)
     if augment.colour:
-        images = _jitter_color(as_floats(images), 1 + (2 * colours - 1) * augment.colour)
+        images = _jitter_color(as_floats(images), 1 + (2 * colors - 1) * augment.colour)
     if augment.erase:
         images = _erase(images, holes, augment.erase)
     return images
