@@ -104,8 +104,12 @@ def test_tables_hold_out_the_same_images_on_every_machine(tmp_path: Path, monkey
     """With little memory, or many processes that share it."""
     write_parquet(tmp_path / "train.parquet", [png(i) for i in range(60)], [i // 30 for i in range(60)], group=7)
     expected = held_names(tmp_path)
+    groups: list[int] = []
+    read_group = tables.Table._read_group
     monkeypatch.setattr(tables, "memory_budget", lambda: 0)
+    monkeypatch.setattr(tables.Table, "_read_group", lambda self, n: groups.append(n) or read_group(self, n))
     assert held_names(tmp_path) == expected
+    assert groups == list(range(9))  # each is decoded once
 
 
 def test_unreadable_files_are_hashed_by_name(tmp_path: Path) -> None:

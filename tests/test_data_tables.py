@@ -87,6 +87,8 @@ def test_parquet_without_a_split_in_its_name_is_for_training(tmp_path: Path) -> 
     assert contents(open_source(str(tmp_path))) == images
     with pytest.raises(MissingSplitError):
         open_source(str(tmp_path), "val")
+    named = shard(tmp_path / "train-00.parquet", 10, 3)  # now the others belong to no split
+    assert contents(open_source(str(tmp_path))) == named
 
 
 @pytest.mark.parametrize(
