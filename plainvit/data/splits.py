@@ -132,7 +132,8 @@ def find_data_problems(config: Config, splits: Splits) -> Iterator[tuple[str, st
     empty = np.flatnonzero(np.bincount(splits.train.labels, minlength=len(splits.classes)) == 0)
     if len(empty):
         names = ", ".join(splits.classes[label] for label in empty[:3])
-        yield f"{len(empty)} classes without training images ({names})", "add images or remove the class folder"
+        subject = f"{len(empty)} classes have" if len(empty) > 1 else "1 class has"
+        yield f"{subject} no training image ({names})", "add images or remove the class folder"
     if config.batch > images:
         yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
     if config.init and 0 < config.steps < LEAST_STEPS:
