@@ -48,18 +48,7 @@ def test_an_image_keeps_the_pixels_that_crops_need(
     assert cache._find_stored_size(extent, cache._find_least_size(crop, (224, 224))) == stored
 
 
-def test_an_image_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = make_photos(tmp_path, [(40, 50)] * 5)
-    images = open_cache(source, Augment(), (32, 32))
-    assert images is not None
-    for index in range(5):
-        assert np.array_equal(images.read(index), source.image(index))
-    monkeypatch.setattr(cache, "shrink", lambda *_: pytest.fail("it is decoded again"))
-    for index in range(5):
-        assert np.array_equal(images.read(index), source.image(index))
-
-
-def test_workers_share_what_they_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_decoded_once_by_the_workers_that_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_photos(tmp_path, [(40, 50)] * 5)
     images = open_cache(source, Augment(), (32, 32))
     assert images is not None
@@ -68,7 +57,8 @@ def test_workers_share_what_they_decode(tmp_path: Path, monkeypatch: pytest.Monk
         os._exit(0 if [images.read(index).shape for index in range(5)] == [(40, 50, 3)] * 5 else 1)
     assert os.waitpid(worker, 0)[1] == 0
     monkeypatch.setattr(cache, "shrink", lambda *_: pytest.fail("it is decoded again"))
-    assert np.array_equal(images.read(4), source.image(4))
+    for index in range(5):
+        assert np.array_equal(images.read(index), source.image(index))
 
 
 def test_batches_do_not_depend_on_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

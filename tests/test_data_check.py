@@ -1,6 +1,7 @@
 """info, check and pack as a user meets them: against planted flaws, and Pillow, tarfile and pyarrow as readers."""
 
 import io
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,17 @@ def test_info_of_a_folder(tmp_path: Path, capsys: Capture) -> None:
     assert train["fingerprint"] != val["fingerprint"]
 
 
+def test_a_folder_with_the_name_of_a_known_set_has_all_of_its_splits(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The known set `imagenet` has no test split."""
+    for split in ("train", "val", "test"):
+        plant_classes(tmp_path / "imagenet" / split, {"a": 1, "b": 1})
+    monkeypatch.chdir(tmp_path)
+    assert list(report(capsys, "data", "info", "imagenet")["splits"]) == ["train", "val", "test"]
+
+
 # check ----------------------------------------------------------------------------------------------------------------
-
-
-def found_in(capsys: Capture, root: Path, code: int = 0) -> list[dict[str, str]]:
-    return report(capsys, "data", "check", root, code=code)
 
 
 def problems(findings: list[dict[str, str]]) -> set[tuple[str, str, str]]:
@@ -53,7 +60,7 @@ def problems(findings: list[dict[str, str]]) -> set[tuple[str, str, str]]:
 
 def test_check_of_intact_data_finds_nothing(tmp_path: Path, capsys: Capture) -> None:
     root = plant_classes(tmp_path / "set", {"a": 3, "b": 3})
-    assert found_in(capsys, root) == []
+    assert report(capsys, "data", "check", root) == []
     code, out, _ = run(capsys, "data", "check", root)
     assert code == 0
     assert "no problems" in out
@@ -73,7 +80,7 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
     }
     plant(root, sound | planted)
     (root / "train" / "empty").mkdir()
-    findings = found_in(capsys, root, code=3)
+    findings = report(capsys, "data", "check", root, "--save", tmp_path / "bad.jsonl", code=3)
     assert problems(findings) == {
         ("train", "a/page.jpg", "unreadable"),
         ("train", "a/short.jpg", "unreadable"),
@@ -91,20 +98,23 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
     assert "a/0.png" in reasons["b/copy.png"]
     assert "a/2.png" in reasons["a/leak.png"]
     assert "train" in reasons["a/leak.png"]
-    assert all(set(one) == {"split", "name", "problem", "detail"} for one in findings)
+    assert "'a' here, 'b' there" in reasons["a/0.png"]
+    saved = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert saved == findings
+    assert all(set(finding) == {"split", "name", "problem", "detail"} for finding in findings)
+    assert len(open_source(str(root), exclude=tmp_path / "bad.jsonl")) == 23 - 6
 
 
 @pytest.mark.parametrize(
     "name",
-    ["x[/b].png", "y[red].png", "new\nline.png", "[bold]", "{0}.png", "%d.png", "日本語.png", os.fsdecode(b"\xff.png")],
+    ["x[/b].png", "new\nline.png", "日本語.png", os.fsdecode(b"\xff.png")],
 )
 def test_the_table_escapes_names(tmp_path: Path, capsys: Capture, name: str) -> None:
     """Brackets are no markup, and a line end does not break the line."""
-    plant(tmp_path, {f"a/{name}".removesuffix(".png") + ".png": b"<html>", "a/good.png": png()})
+    plant(tmp_path, {f"a/{name}": b"<html>", "a/good.png": png()})
     code, out, err = run(capsys, "data", "check", tmp_path)
     assert (code, err) == (3, "")
-    shown = repr(f"a/{name}".removesuffix(".png") + ".png")[1:-1]
-    assert shown in out.replace("\n", "").replace(" ", "") or shown in out
+    assert repr(f"a/{name}")[1:-1] in out.replace("\n", "").replace(" ", "")
 
 
 # pack -----------------------------------------------------------------------------------------------------------------
@@ -216,9 +226,6 @@ def test_an_interrupted_pack_cannot_be_opened(tmp_path: Path, capsys: Capture, m
     code, _, err = run(capsys, "data", "info", tmp_path / "out")
     assert code == 3, "half a pack opens as a whole one"
     assert err.count("\n") == 1
-
-
-# The commands --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["info", "check", "pack"])

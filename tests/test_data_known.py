@@ -20,12 +20,8 @@ from plainvit.data.sources import MissingSplitError, Source, open_source
 
 COUNTS = {
     ("cifar10", "train"): (50_000, 10),
-    ("cifar10", "test"): (10_000, 10),
     ("tiny-imagenet", "val"): (10_000, 200),
-    ("tiny-imagenet", "test"): (10_000, 200),
-    ("oxford-pets", "train"): (3_680, 37),
     ("oxford-pets", "test"): (3_669, 37),
-    ("flowers102", "train"): (1_020, 102),
     ("flowers102", "val"): (1_020, 102),
     ("flowers102", "test"): (6_149, 102),
 }
@@ -70,15 +66,6 @@ def test_imagenet_tests_on_its_validation_set(tmp_path: Path) -> None:
     assert len(open_source("imagenet", "test", data_root=tmp_path)) == 1001
     assert len(open_source("imagenet", "val", data_root=tmp_path)) == 1001
     assert len(open_source("imagenet-real", "val", data_root=tmp_path)) == 1001
-
-
-def test_real_labels_have_the_published_counts() -> None:
-    """Counted for facts/paper.md from the published file: 3,163 lists are empty, 7,443 hold several labels."""
-    labels = known.real_labels(real_data())
-    assert len(labels) == 50_000
-    assert sum(not one for one in labels) == 3_163
-    assert sum(len(one) > 1 for one in labels) == 7_443
-    assert {label for one in labels for label in one} == set(range(1000))
 
 
 LAST = ("", "not json", "{}", "null", [[1], [1]], [5], [[1000]], [[-1]], [["a"]], [[0.5]])  # in place of the last list
@@ -135,7 +122,7 @@ def test_shapes_equal_golden_hashes() -> None:
     assert digests(open_source("shapes:size=32"), [0, 1234]) == GOLDEN_SHAPES
 
 
-def test_shapes_do_not_depend_on_the_count() -> None:
+def test_shapes_do_not_depend_on_the_count_and_differ_between_splits() -> None:
     few, many = open_source("shapes:size=16,count=30"), open_source("shapes:size=16,count=100000")
     assert digests(few, range(30)) == digests(many, range(30))
     assert few.labels.tolist() == many.labels[:30].tolist()
@@ -145,13 +132,7 @@ def test_shapes_do_not_depend_on_the_count() -> None:
         for digest in digests(open_source("shapes:size=16", split), range(30))
     }
     assert len(every) == 90
-
-
-def test_labels_of_shapes_are_balanced() -> None:
-    for classes in (1, 3, 10):
-        source = open_source(f"shapes:size=8,count=90,classes={classes}")
-        assert np.bincount(source.labels).tolist() == [90 // classes] * classes
-        assert len(source.classes) == classes
+    assert np.bincount(open_source("shapes:size=8,count=90,classes=3").labels).tolist() == [30] * 3
     assert (len(open_source("shapes")), len(open_source("shapes", "test"))) == (10_000, 2_000)
 
 

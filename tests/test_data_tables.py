@@ -87,6 +87,8 @@ def test_parquet_without_a_split_in_its_name_is_for_training(tmp_path: Path) -> 
     assert contents(open_source(str(tmp_path))) == images
     with pytest.raises(MissingSplitError):
         open_source(str(tmp_path), "val")
+    named = shard(tmp_path / "train-00.parquet", 10, 3)  # now the others belong to no split
+    assert contents(open_source(str(tmp_path))) == named
 
 
 @pytest.mark.parametrize(
@@ -169,14 +171,6 @@ def test_only_parquet_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: py
 
 
 # Memory for parquet ---------------------------------------------------------------------------------------------------
-
-
-def test_loaded_images_are_not_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_parquet(tmp_path / "train.parquet", IMAGES, WORDS, group=3)
-    source = open_source(str(tmp_path))
-    source.load()
-    monkeypatch.setattr(tables.Table, "_read_group", lambda *_: pytest.fail("it is decoded again"))
-    assert contents(source) == IMAGES
 
 
 @pytest.mark.parametrize(("limit", "groups"), [(0, 1), (1500, 1), (100_000, 5)])

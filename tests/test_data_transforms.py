@@ -65,7 +65,7 @@ def by_torchvision(size: tuple[int, int], augment: Augment, count: int = 4000) -
 def tensorflow_box(random: np.random.Generator, size: tuple[int, int], augment: Augment) -> tuple[int, int, int, int]:
     """tf.image.sample_distorted_bounding_box as documented and as its kernel computes it: 100 tries, then all of it."""
     height, width = size
-    least, most = (share * height * width for share in augment.area)
+    least, most = (fraction * height * width for fraction in augment.area)
     for _ in range(100):
         aspect = random.uniform(*augment.aspect)
         h, top_h = round(np.sqrt(least / aspect)), round(np.sqrt(most / aspect))
@@ -165,13 +165,6 @@ def test_a_cut_equals_crop_and_resize(place: tuple[int, int, int, int], out: tup
     assert (found - floats.round()).abs().max() <= 1
 
 
-def test_cutting_a_file_equals_cutting_its_pixels() -> None:
-    for data in (encode(PICTURE, "PNG"), encode(PICTURE, "JPEG", quality=95)):
-        for place in CUTS[:3]:
-            expected = crop_and_resize(by_pillow(data), box(*place), (48, 48), (90, 120))
-            assert torch.equal(crop_and_resize(data, box(*place), (48, 48), (90, 120)), expected)
-
-
 @pytest.mark.parametrize("pad", [1, 4])
 def test_cutting_beyond_the_border_gives_zeros(pad: int) -> None:
     pixels = noise(12, 10)
@@ -238,7 +231,7 @@ SHAPES = [(90, 120), (120, 90), (333, 500), (500, 331), (224, 224), (256, 256), 
 KINDS = {"bilinear": v2.InterpolationMode.BILINEAR, "bicubic": v2.InterpolationMode.BICUBIC}
 
 
-def share_within(found: Tensor, expected: Tensor, levels: int) -> float:
+def fraction_within(found: Tensor, expected: Tensor, levels: int) -> float:
     return float(((found.int() - expected.int()).abs() <= levels).double().mean())
 
 
@@ -252,8 +245,8 @@ def test_crop_equals_torchvision(shape: tuple[int, int], crop: float, interpolat
     preprocess = Preprocess(resize="crop", crop=crop, interpolation=interpolation)
     found = preprocess_image(image.permute(1, 2, 0).numpy(), preprocess, (96, 96))
     assert found.shape == (3, 96, 96)
-    assert share_within(found, expected, 1) == 1
-    assert share_within(found, expected, 0) > 0.99
+    assert fraction_within(found, expected, 1) == 1
+    assert fraction_within(found, expected, 0) > 0.99
 
 
 SETTINGS = [
@@ -307,16 +300,13 @@ def batch(count: int, side: int = 16, seed: int = 0) -> Tensor:
     return torch.stack([as_tensor(noise(side, side, seed + i)) for i in range(count)])
 
 
-def test_flips_are_exact_and_have_the_given_probability() -> None:
+def test_flips_are_exact_and_where_a_uniform_is_below_the_probability() -> None:
     images, u = batch(8), draws(8)
     for flip in (0.0, 0.3, 0.5, 1.0):
         found = augment_batch(images, u, Augment(flip=flip))
         assert found.dtype is torch.uint8
         for image, result, number in zip(images, found, u[:, FLIP], strict=True):
             assert torch.equal(result, VF.horizontal_flip(image) if number < flip else image)
-    two = torch.arange(2, dtype=torch.uint8).view(1, 1, 1, 2).expand(5000, 3, 1, 2)
-    flipped = int(augment_batch(two, draws(5000), Augment(flip=0.3))[:, 0, 0, 0].sum())
-    assert binomtest(flipped, 5000, 0.3).pvalue > RARE
 
 
 @pytest.mark.parametrize("colour", [0.1, 0.4, 0.9])
@@ -332,25 +322,21 @@ def test_color_jitter_equals_torchvision(colour: float) -> None:
         assert (result - expected).abs().max() < 2.5e-4 * colour
 
 
-def holes(probability: float, count: int, side: int, floats: bool = False) -> tuple[Tensor, Tensor]:
-    """Images without grey in them, erased; and where they are grey afterwards [B, H, W]."""
+def draw_holes(probability: float, count: int, side: int, floats: bool) -> Tensor:
+    """Where images without grey in them are grey after erasing: [B, H, W]."""
     images = torch.zeros(count, 3, side, side, dtype=torch.float32 if floats else torch.uint8)
     found = augment_batch(images, draws(count), Augment(flip=0, erase=probability))
     grey = 0.5 if floats else 128
     assert ((found == 0) | (found == grey)).all()
     assert (found == found[:, :1]).all()
-    return found, found[:, 0] == grey
-
-
-@pytest.mark.parametrize("probability", [0.25, 0.6, 1.0])
-def test_erasing_has_the_given_probability(probability: float) -> None:
-    _, grey = holes(probability, 4000, 24)
-    assert binomtest(int(grey.any(2).any(1).sum()), 4000, probability).pvalue > RARE
+    return found[:, 0] == grey
 
 
 @pytest.mark.parametrize("floats", [False, True])
-def test_erased_areas_are_rectangles_of_the_stated_area_and_aspect(floats: bool) -> None:
-    _, grey = holes(1.0, 800, 96, floats)
+def test_erased_areas_have_the_stated_probability_area_and_aspect(floats: bool) -> None:
+    erased = draw_holes(0.6, 4000, 24, floats).flatten(1).any(1)
+    assert binomtest(int(erased.sum()), 4000, 0.6).pvalue > RARE
+    grey = draw_holes(1.0, 800, 96, floats)
     rows, columns = grey.any(2).sum(1).double(), grey.any(1).sum(1).double()
     assert torch.equal(grey.sum((1, 2)).double(), rows * columns)  # filled: a rectangle
     area = (rows * columns / 96**2).numpy()
@@ -377,11 +363,11 @@ def partner(values: Tensor) -> Tensor:
     return values[order]
 
 
-def own_share(targets: Tensor, mixed: Tensor) -> float:
+def own_weight(targets: Tensor, mixed: Tensor) -> float:
     """What is left of each sample's own label; the same for all."""
-    shares = (mixed * targets).sum(1)
-    assert torch.equal(shares, shares[:1].expand_as(shares))
-    return float(shares[0])
+    weights = (mixed * targets).sum(1)
+    assert torch.equal(weights, weights[:1].expand_as(weights))
+    return float(weights[0])
 
 
 MIXUP, CUTMIX = Augment(mixup=0.8), Augment(cutmix=1.0)
@@ -399,10 +385,10 @@ def test_mixed_targets_are_distributions(augment: Augment) -> None:
         assert torch.allclose(of_bytes, mixed, atol=1e-6)
         assert (soft >= 0).all()
         assert torch.allclose(soft.sum(1), torch.ones(8), atol=1e-6)
-        share = own_share(targets, soft)
-        assert torch.allclose(soft, share * targets + (1 - share) * partner(targets), atol=1e-6)
+        weight = own_weight(targets, soft)
+        assert torch.allclose(soft, weight * targets + (1 - weight) * partner(targets), atol=1e-6)
         if augment is MIXUP:
-            assert torch.allclose(mixed, share * images + (1 - share) * partner(images), atol=1e-6)
+            assert torch.allclose(mixed, weight * images + (1 - weight) * partner(images), atol=1e-6)
     assert torch.equal(images, kept[0])
     assert torch.equal(targets, kept[1])
 
@@ -416,25 +402,24 @@ def test_cutmix_area_equals_the_label_weight() -> None:
         hole = foreign.any(0)
         count = int(hole.sum())
         assert count == int(hole.any(0).sum()) * int(hole.any(1).sum())
-        assert own_share(targets, soft) == pytest.approx(1 - count / 21**2, abs=1e-6)
-        assert torch.allclose((soft * partner(targets)).sum(1), torch.full((8,), count / 21**2), atol=1e-6)
+        assert own_weight(targets, soft) == pytest.approx(1 - count / 21**2, abs=1e-6)
 
 
 def test_mixup_weights_are_beta_distributed() -> None:
     """The larger of b and 1 - b, since neighbours take it in turns; against scipy's beta."""
     images, targets = pairs(2, 1, 2)
     for alpha in (0.2, 0.8, 1.0):
-        shares = [own_share(targets, mix(images, targets, Augment(mixup=alpha), 1, step)[1]) for step in range(600)]
+        weights = [own_weight(targets, mix(images, targets, Augment(mixup=alpha), 1, step)[1]) for step in range(600)]
         law = beta(alpha, alpha)
-        assert min(shares) >= 0.5
-        assert kstest(shares, lambda x, law=law: 1 - 2 * law.sf(x)).pvalue > RARE
+        assert min(weights) >= 0.5
+        assert kstest(weights, lambda x, law=law: 1 - 2 * law.sf(x)).pvalue > RARE
 
 
 @pytest.mark.parametrize("alpha", [0.4, 1.0])
 def test_cutmix_weights_are_distributed_as_in_torchvision(alpha: float) -> None:
     """Holes are cut off at the border there as here, so the law is compared with its own CutMix."""
     images, targets = torch.zeros(2, 3, 32, 32), torch.eye(2)
-    ours = [own_share(targets, mix(images, targets, Augment(cutmix=alpha), 1, step)[1]) for step in range(800)]
+    ours = [own_weight(targets, mix(images, targets, Augment(cutmix=alpha), 1, step)[1]) for step in range(800)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs_mix = v2.CutMix(alpha=alpha, num_classes=2)

@@ -5,11 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from pictures import encode, jpeg, noise, plant, png, write_parquet, write_tar
+from pictures import encode, jpeg, names, noise, plant, png, write_parquet, write_tar
 
 from plainvit.data import sources
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
 
 NAMES = ["0.jpg", "1.jpg", "4.PNG", "6.gif", "sub/3.png"]
@@ -20,10 +19,6 @@ def photos(tmp_path: Path) -> Path:
     files = {"0.jpg": jpeg(0), "1.jpg": jpeg(1), "4.PNG": png(4), "6.gif": encode(noise(5, 5), "GIF")}
     files |= {"sub/3.png": png(3), "readme.txt": b"no image", ".hidden.jpg": jpeg(9)}
     return plant(tmp_path / "photos", files)
-
-
-def names(source: Source) -> list[str]:
-    return [source.name(index) for index in range(len(source))]
 
 
 def test_a_folder_is_read_in_order(photos: Path) -> None:

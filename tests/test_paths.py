@@ -27,24 +27,6 @@ def test_predictions_go_to_a_path_with_a_colon(here: Path, capsys: Capture, suff
     assert not (here / f"out:1.{suffix}.parts").exists()
 
 
-@pytest.mark.slow
-def test_evaluations_are_compared_below_a_folder_with_a_colon(here: Path, capsys: Capture) -> None:
-    for out in ("lr:3e-4", "lr:1e-3"):
-        report(capsys, "evaluate", "m:1.safetensors", "--data", "photos:1", "--workers", "0", "--out", out)
-    assert (here / "lr:3e-4" / "images.parquet").is_file()
-    assert report(capsys, "compare", "lr:3e-4", "lr:1e-3")
-
-
-@pytest.mark.slow
-def test_probes_and_conversions_take_paths_with_a_colon(here: Path, capsys: Capture) -> None:
-    for name in ("train", "test"):
-        plant_classes(here / "set:1" / name, {"a": 6, "b": 6}, start=20 if name == "test" else 0)
-    report(capsys, "probe", "m:1.safetensors", "--data", "set:1", "--cache", "c:1", "--workers", "0")
-    for name, form in (("t:1.safetensors", "timm"), ("t:1.pth", "timm"), ("g:1.npz", "google")):
-        dropped = ("--drop", "activation") if form == "timm" else ()
-        assert run(capsys, "convert", "m:1.safetensors", name, "--format", form, *dropped)[0] == 0
-
-
 def test_packed_data_is_written_and_read_in_a_folder_with_a_colon(here: Path, capsys: Capture) -> None:
     report(capsys, "data", "pack", "photos:1", "pk:1")
     assert report(capsys, "data", "info", "pk:1")["splits"]["train"]["images"] == 4

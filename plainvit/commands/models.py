@@ -24,8 +24,7 @@ def models(pattern: str = "*", /, *, image_size: int = 224, json: Json = False) 
     """List the named models: tokens, parameters, FLOPs, size of the weights.
 
     Use a name in plainvit train RECIPE --model NAME, plainvit inspect NAME or plainvit.create(NAME). Other patch sizes
-    work too, for example ViT-B/20 at 240 px. exaFLOPs is the compute of the paper's pre-training on JFT-300M (Table 6),
-    with two values for a model that was trained twice.
+    work too, for example ViT-B/20 at 240 px.
 
     Args:
         pattern: Shell-style pattern of names, such as '*B/16' or 'BiT-*'

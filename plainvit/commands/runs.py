@@ -111,7 +111,6 @@ def plan(
     on: str = "",
     devices: int = 1,
     images: int | None = None,
-    search: bool = False,
     measure: bool = False,
     json: Json = False,
 ) -> None:
@@ -125,7 +124,6 @@ def plan(
         on: Device to plan for: h200, h100 or a100 (80 GB); without it, no times
         devices: Number of these devices
         images: Number of training images, if the data is not a known dataset
-        search: Include the runs of the learning rate search (--optim.grid)
         measure: Train for 25 steps on this machine and use their median time; needs the data
     """
     from plainvit.planning import plan as planning
@@ -140,7 +138,7 @@ def plan(
         images = measured["images"]
     elif images is None and Path(config.data).exists():
         config, images = _open_data(config)
-    report = planning.plan(config, on=on, devices=devices, images=images, search=search, measured=measured)
+    report = planning.plan(config, on=on, devices=devices, images=images, measured=measured)
     print_result(report, None if json else planning.table(report))
 
 

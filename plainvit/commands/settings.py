@@ -13,7 +13,7 @@ def configure_run(command: str, name: str, given: Settings, *, quiet: bool = Fal
     from plainvit.recipes import recipe
 
     name = name or _choose_recipe(command, given, quiet)
-    config = recipe(name, _summarise_data(name, given)) if name else Config()
+    config = recipe(name, _summarize_data(name, given)) if name else Config()
     changes, nested = _split_names(given)
     start = Config(**{key: changes.get(key, getattr(config, key)) for key in ("init", "image_size", "head", "recipe")})
     model = _select_model(config, start, changes.pop("model", ""), nested.pop("model", {}), command)
@@ -35,24 +35,24 @@ def _choose_recipe(command: str, given: Settings, quiet: bool) -> str:
     if init:
         name, reason = "finetune", f"starts from {init}"
     else:
-        from plainvit.data.summary import summarise
+        from plainvit.data.summary import summarize
         from plainvit.recipes import choose_recipe
 
-        name, reason = choose_recipe(data, summarise(data, given.get("data_root", "")))
+        name, reason = choose_recipe(data, summarize(data, given.get("data_root", "")))
     if not quiet and os.environ.get("RANK", "0") == "0":
         print(f"recipe {name}: {reason}", file=sys.stderr)
     return name
 
 
-def _summarise_data(name: str, given: Settings) -> DataSummary | None:
+def _summarize_data(name: str, given: Settings) -> DataSummary | None:
     """The summary of --data, for a recipe that depends on it."""
     from plainvit.recipes import takes_data
 
     if not given.get("data") or not takes_data(name):
         return None
-    from plainvit.data.summary import summarise
+    from plainvit.data.summary import summarize
 
-    return summarise(given["data"], given.get("data_root", ""))
+    return summarize(given["data"], given.get("data_root", ""))
 
 
 def _split_names(given: Settings) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

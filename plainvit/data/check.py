@@ -4,28 +4,25 @@ plainvit data info photos/          plainvit data check photos/ --save bad.jsonl
 """
 
 import hashlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import simplejpeg
-from rich.console import Console, Group
-from rich.progress import track
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from plainvit.data import known
+from plainvit.data.content import map_images
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.folders import order_classes
 from plainvit.data.imagenet import readable_names
-from plainvit.data.machine import count_cores
+from plainvit.data.known import find_known
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, open_source
 
-T = TypeVar("T")
 NAMES_SHOWN = 6  # classes named by `data info`
 
 
@@ -33,7 +30,8 @@ def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
     """Open every split of the data. A damaged split is an error; an absent one is left out."""
     sources: dict[str, Source] = {}
     missing: MissingSplitError | None = None
-    for split in known.SETS[spec].splits if spec in known.SETS else SPLITS:
+    known = find_known(spec)
+    for split in known.splits if known else SPLITS:
         try:
             sources[split] = open_source(spec, split, data_root=data_root)
         except MissingSplitError as error:
@@ -50,17 +48,6 @@ def merge_classes(spec: str, sources: dict[str, Source]) -> tuple[str, ...]:
         if source.classes != classes[: len(source.classes)]:
             raise DataError(f"{spec}: the {split} split has other classes than the rest: make them equal")
     return classes
-
-
-def map_threads(work: Callable[[int], T], count: int, title: str) -> Iterator[T]:
-    """Yield work(0), work(1), ... in order, computed by one thread per core, with a progress bar."""
-    console, indices = Console(stderr=True), iter(range(count))
-    with ThreadPoolExecutor(count_cores()) as pool:
-        pending = deque(pool.submit(work, index) for index in islice(indices, 64))
-        for _ in track(range(count), title, transient=True, console=console, disable=not console.is_terminal):
-            first = pending.popleft()
-            pending.extend(pool.submit(work, index) for index in islice(indices, 1))
-            yield first.result()
 
 
 def info(spec: str, sources: dict[str, Source]) -> dict[str, Any]:
@@ -133,7 +120,7 @@ def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:
     for split, source in splits(spec, data_root).items():
         empty = [source.classes[label] for label in np.flatnonzero(count_images(source) == 0)]
         findings += [_make_finding(split, name, "empty class", "it has no images") for name in empty]
-        results = map_threads(lambda index, source=source: _inspect(source, index), len(source), f"{split}: reading")
+        results = map_images(partial(_inspect, source), source, f"{split}: reading {len(source):,} images")
         for index, (digest, problem) in enumerate(results):
             name = source.name(index)
             if problem:

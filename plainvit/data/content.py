@@ -9,8 +9,10 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -20,6 +22,7 @@ from plainvit.data.machine import count_cores
 from plainvit.data.sources import Source
 
 CONTENT = 256  # images hashed for a card
+CHUNK = 32  # images that a thread works on at a time
 LOG_INTERVAL = 10.0  # seconds between progress lines
 T = TypeVar("T")
 log = logging.getLogger("plainvit")
@@ -59,18 +62,32 @@ def content_numbers(source: Source) -> np.ndarray:
             data = source.name(index).encode("utf-8", "surrogatepass")
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) / 2**64
 
+    return np.array(list(map_images(compute, source, f"hashing {len(source):,} images")))
+
+
+def map_images(work: Callable[[int], T], source: Source, title: str) -> Iterator[T]:
+    """Yield work(index) for every image, in order, computed by threads: decoders and disks release the GIL.
+
+    The main process logs the progress now and then.
+    """
     source.load()
-    with ThreadPoolExecutor(1 if source.is_sequential() else min(count_cores(), 16)) as pool:
-        chunks = [range(start, min(start + 256, len(source))) for start in range(0, len(source), 256)]
-        numbers = pool.map(lambda chunk: [compute(index) for index in chunk], chunks)
-        return np.concatenate([*log_progress(numbers, len(chunks), f"hashing {len(source):,} images")])
+    threads = 1 if source.is_sequential() else min(count_cores(), 32)
+    chunks = (range(start, min(start + CHUNK, len(source))) for start in range(0, len(source), CHUNK))
+    is_main, last, done = os.environ.get("RANK", "0") == "0", time.monotonic(), 0
+    pool = ThreadPoolExecutor(threads)
+    try:
+        pending = deque(pool.submit(_work_on, work, chunk) for chunk in islice(chunks, 2 * threads))
+        while pending:
+            results = pending.popleft().result()
+            pending.extend(pool.submit(_work_on, work, chunk) for chunk in islice(chunks, 1))
+            yield from results
+            done += len(results)
+            if is_main and time.monotonic() - last > LOG_INTERVAL:
+                last = time.monotonic()
+                log.warning("%s: %d %%", title, 100 * done // len(source))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def log_progress(items: Iterable[T], count: int, title: str) -> Iterator[T]:
-    """Yield the items and log the progress now and then, in the main process only."""
-    last = time.monotonic()
-    for done, item in enumerate(items, 1):
-        yield item
-        if time.monotonic() - last > LOG_INTERVAL and os.environ.get("RANK", "0") == "0":
-            last = time.monotonic()
-            log.warning("%s: %d %%", title, 100 * done // count)
+def _work_on(work: Callable[[int], T], indices: range) -> list[T]:
+    return [work(index) for index in indices]

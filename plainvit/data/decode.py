@@ -26,16 +26,16 @@ class ImageError(DataError):
     """An image that cannot be read or decoded."""
 
 
-def decode(data: bytes | np.ndarray, wanted: tuple[int, int] | None = None, limit: int = PIXEL_LIMIT) -> np.ndarray:
+def decode(data: bytes | np.ndarray, target: tuple[int, int] | None = None, limit: int = PIXEL_LIMIT) -> np.ndarray:
     """Decode to uint8 pixels [height, width, 3], rotated upright; arrays are returned unchanged.
 
-    `wanted` is the (height, width) to which the whole image will be resized: a JPEG at least MARGIN times larger is
-    decoded at a half, a quarter or an eighth of its size, still no smaller than MARGIN times `wanted`.
+    `target` is the (height, width) to which the whole image will be resized: a JPEG at least MARGIN times larger is
+    decoded at a half, a quarter or an eighth of its size, still no smaller than MARGIN times `target`.
     """
     if isinstance(data, np.ndarray):
         return data
     if data[:2] == b"\xff\xd8":
-        pixels = _decode_jpeg(data, wanted, limit)
+        pixels = _decode_jpeg(data, target, limit)
         if pixels is not None:
             return pixels
     with _open_image(data, limit) as image:
@@ -56,7 +56,7 @@ def size(data: bytes | np.ndarray) -> tuple[int, int]:
         return (image.width, image.height) if is_rotated else (image.height, image.width)
 
 
-def _decode_jpeg(data: bytes, wanted: tuple[int, int] | None, limit: int) -> np.ndarray | None:
+def _decode_jpeg(data: bytes, target: tuple[int, int] | None, limit: int) -> np.ndarray | None:
     """Decode with libjpeg-turbo; None for CMYK and what its strict decoder rejects, which Pillow then tries."""
     try:
         height, width, color_space = _read_jpeg_header(data, strict=True)
@@ -66,9 +66,9 @@ def _decode_jpeg(data: bytes, wanted: tuple[int, int] | None, limit: int) -> np.
     if color_space in ("CMYK", "YCCK"):
         return None
     orientation = _orientation(data)
-    if wanted and orientation in (5, 6, 7, 8):
-        wanted = wanted[1], wanted[0]
-    reduction = min(height / wanted[0], width / wanted[1]) / MARGIN if wanted else 1
+    if target and orientation in (5, 6, 7, 8):
+        target = target[1], target[0]
+    reduction = min(height / target[0], width / target[1]) / MARGIN if target else 1
     divisor = next((d for d in (8, 4, 2) if reduction >= d), 1)
     min_height, min_width = (-(-height // divisor), -(-width // divisor)) if divisor > 1 else (0, 0)
     try:
@@ -99,11 +99,11 @@ def _orientation(data: bytes) -> int:
 
 def has_exif(data: bytes) -> bool:
     """Whether a JPEG has an EXIF block among the segments before its image."""
-    at, markers = 2, (*range(0xE0, 0xF0), 0xFE, 0xDB, 0xC4)
-    while at + 10 <= len(data) and data[at] == 0xFF and data[at + 1] in markers:
-        if data[at + 1] == 0xE1 and data[at + 4 : at + 10] == b"Exif\0\0":
+    start, markers = 2, (*range(0xE0, 0xF0), 0xFE, 0xDB, 0xC4)
+    while start + 10 <= len(data) and data[start] == 0xFF and data[start + 1] in markers:
+        if data[start + 1] == 0xE1 and data[start + 4 : start + 10] == b"Exif\0\0":
             return True
-        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+        start += 2 + int.from_bytes(data[start + 2 : start + 4])
     return False
 
 

@@ -18,51 +18,48 @@ from plainvit.data.sources import MissingSplitError, Source
 class Known:
     classes: int
     splits: tuple[str, ...]
-    about: str
+    images: int = 0  # for training, as published; 0 for test sets
     folder: str = ""  # below the data root, if it differs from the name
 
 
 SETS: dict[str, Known] = {
-    "imagenet": Known(1000, ("train", "val"), "ILSVRC-2012; test is the validation set, as in the paper"),
-    "imagenet-real": Known(1000, ("val",), "ImageNet's validation images with the label lists of ReaL", "imagenet"),
-    "imagenet-v2": Known(1000, ("test",), "a new test set for ImageNet (arXiv 1902.10811), folders 0 to 999"),
-    "imagenet-a": Known(200, ("test",), "natural adversarial examples (arXiv 1907.07174)"),
-    "imagenet-r": Known(200, ("test",), "renditions of ImageNet's classes (arXiv 2006.16241)"),
-    "imagenet-sketch": Known(1000, ("test",), "sketches of ImageNet's classes (arXiv 1905.13549)"),
-    "imagenet21k": Known(21843, ("train",), "ImageNet-21k, 14 million images"),
-    "tiny-imagenet": Known(200, ("train", "val"), "64 x 64 pixels; test is the validation set"),
-    "cifar10": Known(10, ("train", "test"), "32 x 32 pixels"),
-    "cifar100": Known(100, ("train", "test"), "32 x 32 pixels"),
-    "oxford-pets": Known(37, ("train", "test"), "Oxford-IIIT Pets; train is the official trainval"),
-    "flowers102": Known(102, ("train", "val", "test"), "Oxford Flowers-102"),
+    "imagenet": Known(1000, ("train", "val"), 1_281_167),  # ILSVRC-2012; test is the validation set, as in the paper
+    "imagenet-real": Known(
+        1000, ("val",), folder="imagenet"
+    ),  # ImageNet's validation images with the label lists of ReaL
+    "imagenet-v2": Known(1000, ("test",)),  # a new test set for ImageNet (arXiv 1902.10811), folders 0 to 999
+    "imagenet-a": Known(200, ("test",)),  # natural adversarial examples (arXiv 1907.07174)
+    "imagenet-r": Known(200, ("test",)),  # renditions of ImageNet's classes (arXiv 2006.16241)
+    "imagenet-sketch": Known(1000, ("test",)),  # sketches of ImageNet's classes (arXiv 1905.13549)
+    "imagenet21k": Known(21843, ("train",), 14_197_122),  # the release of 2011
+    "tiny-imagenet": Known(200, ("train", "val"), 100_000),  # 64 x 64 pixels; test is the validation set
+    "cifar10": Known(10, ("train", "test"), 50_000),  # 32 x 32 pixels
+    "cifar100": Known(100, ("train", "test"), 50_000),  # 32 x 32 pixels
+    "oxford-pets": Known(37, ("train", "test"), 3_680),  # Oxford-IIIT Pets; train is the official trainval
+    "flowers102": Known(102, ("train", "val", "test"), 1_020),  # Oxford Flowers-102
 }
 for _name, _task in vtab.TASKS.items():
-    SETS[f"vtab/{_name}"] = Known(_task.classes, ("train", "val", "test"), f"VTAB-1k, {_task.group}", _name)
-    SETS[f"vtab1000/{_name}"] = Known(_task.classes, ("train", "test"), f"VTAB-1k, {_task.group}, 800 + 200", _name)
+    SETS[f"vtab/{_name}"] = Known(_task.classes, ("train", "val", "test"), 800, _name)
+    SETS[f"vtab1000/{_name}"] = Known(_task.classes, ("train", "test"), 1_000, _name)
 
 
 def open_known(name: str, split: str, data_root: Path | None) -> Source:
     """Open one split of a known set and check its number of classes."""
     known = SETS[name]
+    layout = describe_layout(name)
     if data_root is None:
-        raise DataError(
-            f"{name} needs a data root: give --data-root DIR with the images in DIR/{describe_layout(name)}"
-        )
+        raise DataError(f"{name} needs a data root: give --data-root DIR with the images in DIR/{layout}")
     group, _, task = name.partition("/")
-    if task in vtab.TASKS:
-        source = vtab.open_task(task, split, data_root, whole=group == "vtab1000")
-        folder = data_root
+    if task:
+        return vtab.open_task(task, split, data_root, whole=group == "vtab1000")
+    folder = data_root / (known.folder or name)
+    if not folder.is_dir():
+        problem = f"{name} is not in the data root: there is no folder {folder}"
+        raise DataError(f"{problem}; put its images in {data_root / layout}")
+    if known.splits == ("test",):
+        source = _open_test_only(name, folder, split)
     else:
-        folder = data_root / (known.folder or name)
-        if not folder.is_dir():
-            raise DataError(
-                f"{name} is not in the data root: there is no folder {folder}; put its images in "
-                f"{data_root / describe_layout(name)}"
-            )
-        if known.splits == ("test",):
-            source = _open_test_only(name, folder, split)
-        else:
-            source = open_folder(folder, official_split(name, split))
+        source = open_folder(folder, official_split(name, split))
     if len(source.classes) != known.classes:
         raise DataError(f"{name} has {known.classes} classes, but the images in {folder} have {len(source.classes)}")
     return source
@@ -77,9 +74,14 @@ def describe_layout(name: str) -> str:
     return f"{known.folder or name}/{within}CLASS"
 
 
+def find_known(spec: str) -> Known | None:
+    """The known set that `--data spec` means; a folder or file of that name comes first."""
+    return None if Path(spec).exists() else SETS.get(spec)
+
+
 def official_split(spec: str, split: str) -> str:
     """The official name of a split: the test images of ImageNet are its validation set."""
-    known = SETS.get(spec)
+    known = find_known(spec)
     return "val" if known and split == "test" and split not in known.splits else split
 
 

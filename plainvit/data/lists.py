@@ -11,7 +11,7 @@ from typing import NamedTuple
 from plainvit.config import nearest
 from plainvit.data.decode import DataError
 from plainvit.data.folders import order_classes
-from plainvit.data.sources import SPLITS, Files, MissingSplitError, Source
+from plainvit.data.sources import SPLITS, Files, MissingSplitError, Source, is_inside
 
 COLUMNS = {
     "file": ("file", "file_name", "path", "filename", "image"),
@@ -61,12 +61,8 @@ def _read_rows(path: Path) -> list[_Row]:
 def _find_problem(row: _Row, header: Sequence[str]) -> str:
     """What is wrong with a row; empty if nothing."""
     if not row.file or not row.label:
-        found = ", ".join(map(repr, header[:6]))
-        return f"a file or a label is missing: expected the columns file,label[,split], found {found}"
+        columns = ", ".join(map(repr, header[:6]))
+        return f"a file or a label is missing: expected the columns file,label[,split], got {columns}"
     if row.split not in SPLIT_NAMES:
         return f"the split {row.split!r} is unknown; {nearest(row.split, SPLIT_NAMES[1:])}"
-    if "\0" in row.file:
-        return f"{row.file!r} is not a valid file name"
-    if row.file.startswith("/") or ".." in row.file.split("/"):
-        return f"{row.file!r} is outside the list's folder"
-    return ""
+    return "" if is_inside(row.file) else f"{row.file!r} is outside the list's folder"

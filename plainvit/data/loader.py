@@ -55,17 +55,17 @@ class Loader:
         augment: Augment,
         seed: int = 0,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         workers: int | None = None,
         device: str | torch.device = "cpu",
         mode: Literal["auto", "streamed", "cached", "resident"] = "auto",
         force: bool = False,
     ) -> None:
         """mode="resident" raises if memory is too small; with `force` the images are streamed instead."""
-        if batch % world:
-            raise ValueError(f"--batch {batch} must be a multiple of the {world} processes")
+        if batch % world_size:
+            raise ValueError(f"--batch {batch} must be a multiple of the {world_size} processes")
         self.source, self.size, self.augment, self.seed = source, size, augment, seed
-        self.batch, self.rank, self.local_batch = batch, rank, batch // world
+        self.batch, self.rank, self.local_batch = batch, rank, batch // world_size
         self.device = torch.device(device)
         self.workers = default_workers() if workers is None else workers
         self.order = Order(len(source), seed, repeats=augment.repeats)
@@ -178,7 +178,7 @@ def evaluation_batches(
     size: tuple[int, int],
     preprocess: Preprocess,
     rank: int = 0,
-    world: int = 1,
+    world_size: int = 1,
     workers: int | None = 0,
     device: str | torch.device = "cpu",
 ) -> Generator[Batch]:
@@ -186,7 +186,7 @@ def evaluation_batches(
 
     workers=None chooses the number; a single batch is made without workers.
     """
-    index = np.arange(rank, len(source), world)
+    index = np.arange(rank, len(source), world_size)
     work = Evaluate(source, index, batch, size, preprocess)
     if workers is None:
         workers = min(default_workers(), len(work)) if len(work) > 1 else 0

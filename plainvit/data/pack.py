@@ -9,14 +9,16 @@ import json
 import tarfile
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import simplejpeg
 
-from plainvit.data.check import map_threads, merge_classes, splits
+from plainvit.data.check import merge_classes, splits
 from plainvit.data.columns import write_table
+from plainvit.data.content import map_images
 from plainvit.data.decode import DataError, ImageError, decode, has_exif, size
 from plainvit.data.shards import INDEX, UNFINISHED
 from plainvit.data.sources import Source
@@ -41,7 +43,8 @@ def pack(spec: str, target: Path, side: int = 320, quality: int = 90, data_root:
     rows: list[dict[str, Any]] = []
     unreadable: list[dict[str, str]] = []
     for split, source in sources.items():
-        images = map_threads(lambda i, s=source: _encode_small(s, i, side, quality), len(source), f"{split}: packing")
+        encode = partial(_encode_small, source, side, quality)
+        images = map_images(encode, source, f"{split}: packing {len(source):,} images")
         count = len(rows)
         unreadable += _write_shards(split, source, target, enumerate(images), rows)
         if len(rows) == count:
@@ -86,7 +89,7 @@ def _add_image(archive: tarfile.TarFile, index: int, image: _Encoded, label: int
     return {**where, "label": label, "height": height, "width": width}
 
 
-def _encode_small(source: Source, index: int, side: int, quality: int) -> _Encoded | str:
+def _encode_small(source: Source, side: int, quality: int, index: int) -> _Encoded | str:
     """(JPEG, its size), or the reason why the image cannot be read."""
     try:
         data = source.read(index)

@@ -35,19 +35,19 @@ Slices = dict[str, tuple[int, int, int]]  # operation -> (start, start of the ne
 def magnitudes(magnitude: int, size: tuple[int, int]) -> dict[str, float]:
     """torchvision's magnitudes for images of (height, width), without signs; three operations have none."""
 
-    def at(first: float, last: float) -> float:
+    def pick(first: float, last: float) -> float:
         return float(torch.linspace(first, last, BINS)[magnitude])
 
     bits = int((8 - torch.arange(BINS) / ((BINS - 1) / 4)).round()[magnitude])
     moves = {
-        "ShearX": at(0, 0.3),
-        "ShearY": at(0, 0.3),
-        "TranslateX": at(0, 150 / 331 * size[1]),
-        "TranslateY": at(0, 150 / 331 * size[0]),
-        "Rotate": at(0, 30),
+        "ShearX": pick(0, 0.3),
+        "ShearY": pick(0, 0.3),
+        "TranslateX": pick(0, 150 / 331 * size[1]),
+        "TranslateY": pick(0, 150 / 331 * size[0]),
+        "Rotate": pick(0, 30),
     }
-    blends = dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), at(0, 0.9))
-    return moves | blends | {"Posterize": bits, "Solarize": at(1, 0)}
+    blends = dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), pick(0, 0.9))
+    return moves | blends | {"Posterize": bits, "Solarize": pick(1, 0)}
 
 
 class Policy:

@@ -6,8 +6,9 @@ launched by a thread while the device works on earlier steps.
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plainvit.config import Augment
-from plainvit.data.content import log_progress
+from plainvit.data.content import map_images
 from plainvit.data.decode import ImageError, decode
-from plainvit.data.machine import MEMORY_FRACTION, available_memory, count_cores, memory_budget
+from plainvit.data.machine import MEMORY_FRACTION, available_memory, memory_budget
 from plainvit.data.sources import Source
 from plainvit.data.transforms import augment_batch, crop_boxes
 from plainvit.data.workers import check_bad_count, read_next
@@ -53,11 +54,6 @@ class ResidentMemoryError(ValueError):
     exit_code = 5
 
 
-def available_bytes(device: torch.device) -> int:
-    """Free memory of the device; on the host, including the page cache."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-
-
 def find_resident_sizes(
     source: Source, device: torch.device, required: bool = False, force: bool = False
 ) -> np.ndarray | None:
@@ -68,38 +64,37 @@ def find_resident_sizes(
     """
     if len(source) > 2_000_000 and not required:
         return None
-    free = available_bytes(device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if required:
         side_limit, byte_limit = math.inf, free
     elif device.type == "cuda":
         side_limit, byte_limit = 256, free * MEMORY_FRACTION
     else:  # on a CPU, cropping a large padded image takes longer than decoding it again
         side_limit, byte_limit = 160, min(memory_budget(), 4e9)
-    sizes = np.empty((0, 2), int)
-    everything = range(len(source))
-    for index in (everything,) if required else (source.sample(), everything):
-        sizes = _read_sizes(source, index)
+
+    def count_bytes(sizes: np.ndarray) -> float:
+        """Memory for all images, padded to the largest of these; infinite if that is too large."""
         height, width = (int(side) for side in sizes.max(0))
-        needed = len(source) * height * width * 3
-        if height * width > side_limit**2 or needed > byte_limit:
-            if required:
-                _report_lack_of_memory(needed, free, device, force)
-            return None
-    return sizes
+        return math.inf if height * width > side_limit**2 else len(source) * height * width * 3
+
+    if not required and count_bytes(np.array([_read_size(source, index) for index in source.sample()])) > byte_limit:
+        return None
+    sizes = _read_sizes(source)
+    needed = count_bytes(sizes)
+    if needed <= byte_limit:
+        return sizes
+    if required:
+        gigabytes = f"{needed / 1e9:.3g} GB of images in memory, but {device} has {free / 1e9:.3g} GB free"
+        problem = f"the run started with its {gigabytes}"
+        if not force:
+            raise ResidentMemoryError(f"{problem}: free memory, or use --force to read images from disk")
+        log.warning("%s: images are read from disk from now on, which resizes them slightly differently", problem)
+    return None
 
 
-def _report_lack_of_memory(needed: float, free: float, device: torch.device, force: bool) -> None:
-    problem = (
-        f"the run started with its {needed / 1e9:.3g} GB of images in memory, but {device} has {free / 1e9:.3g} GB free"
-    )
-    if not force:
-        raise ResidentMemoryError(f"{problem}: free memory, or use --force to read images from disk")
-    log.warning("%s: images are read from disk from now on, which resizes them slightly differently", problem)
-
-
-def _read_sizes(source: Source, index: Sequence[int]) -> np.ndarray:
-    items = log_progress(index, len(index), f"reading the sizes of {len(index):,} images")
-    return np.array([_read_size(source, item) for item in items])
+def _read_sizes(source: Source) -> np.ndarray:
+    sizes = map_images(partial(_read_size, source), source, f"reading the sizes of {len(source):,} images")
+    return np.array(list(sizes))
 
 
 def _read_size(source: Source, index: int) -> tuple[int, int]:
@@ -187,24 +182,22 @@ def _resize_rows(images: Tensor, start: Tensor, length: Tensor, out: int, pad: i
 
 
 def decode_all(source: Source, bad: dict[int, str], extents: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-    """Decode every image: uint8 [N, 3, H, W] and sizes [N, 2]. Uses threads: the decoder releases the GIL."""
+    """Decode every image: uint8 [N, 3, H, W] and sizes [N, 2]."""
     count = len(source)
-    extents = _read_sizes(source, range(count)) if extents is None else extents
+    extents = _read_sizes(source) if extents is None else extents
     height, width = (int(side) for side in extents.max(0))
     images = torch.zeros((count, 3, height, width), dtype=torch.uint8)
     canvas = images.numpy()
 
-    def fill(start: int) -> None:
-        for index in range(start, min(start + 256, count)):
-            try:
-                pixels = decode(source.read(index))
-                canvas[index, :, : pixels.shape[0], : pixels.shape[1]] = pixels.transpose(2, 0, 1)
-                extents[index] = pixels.shape[:2]
-            except (ImageError, OSError) as error:
-                bad[index] = str(error)
+    def fill(index: int) -> None:
+        try:
+            pixels = decode(source.read(index))
+            canvas[index, :, : pixels.shape[0], : pixels.shape[1]] = pixels.transpose(2, 0, 1)
+            extents[index] = pixels.shape[:2]
+        except (ImageError, OSError) as error:
+            bad[index] = str(error)
 
-    with ThreadPoolExecutor(count_cores()) as pool:
-        starts = range(0, count, 256)
-        list(log_progress(pool.map(fill, starts), len(starts), f"reading {count:,} images"))
+    for _ in map_images(fill, source, f"reading {count:,} images"):
+        pass
     check_bad_count(len(bad), count)
     return images, torch.from_numpy(extents)

@@ -11,19 +11,20 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from plainvit.data.columns import MOST_CLASSES, check_range, map_file, report_damage
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.folders import class_names
-from plainvit.data.sources import SPLITS, SUFFIXES, MissingSplitError, Names, Source, check_length
-from plainvit.data.tables import INDEX, find_split
+from plainvit.data.sources import SUFFIXES, Names, Source, check_length
+from plainvit.data.tables import INDEX, group_by_split
 
 HEADER_LIMIT = 2**20  # bytes of one header of a tar
 UNFINISHED = "UNFINISHED"  # marks a folder whose packing has not finished
@@ -39,15 +40,16 @@ def has_tars(folder: Path) -> bool:
 
 
 def open_tars(folder: Path, split: str) -> Source:
+    """Open one split. If no shard name contains a split, all shards are training images."""
     if (folder / UNFINISHED).is_file():
         raise DataError(f"{folder} is incomplete: delete it and run `plainvit data pack` again")
-    table = _read_index(folder / INDEX) if (folder / INDEX).is_file() else _scan(folder)
-    shards: list[str] = table.column("shard").unique().to_pylist()
-    by_split = {name: [shard for shard in shards if find_split(folder / shard, folder) == name] for name in SPLITS}
-    chosen = by_split[split] if any(by_split.values()) else shards if split == "train" else []
-    if not chosen:
-        raise MissingSplitError(f"{folder} has no {split} split among its shards ({', '.join(shards[:4])})")
-    return Tars(folder, table.filter(pa.array(np.isin(table.column("shard").to_pylist(), chosen))))
+    if not (folder / INDEX).is_file():
+        return Tars(folder, _scan(group_by_split(sorted(folder.glob("*.tar")), folder, split)[split]))
+    table = _read_index(folder / INDEX)
+    shards = [folder / name for name in table.column("shard").unique().to_pylist()]
+    names = [path.name for path in group_by_split(shards, folder, split)[split]]
+    chosen = pc.is_in(table.column("shard"), value_set=pa.array(names))  # pyright: ignore
+    return Tars(folder, table.filter(chosen))
 
 
 def _read_index(path: Path) -> pa.Table:
@@ -116,10 +118,10 @@ class Tars(Source):
         return self._names[index]
 
 
-def _scan(folder: Path) -> pa.Table:
+def _scan(paths: Iterable[Path]) -> pa.Table:
     """Build an index from the headers of tars with members KEY.jpg and KEY.cls."""
     columns: dict[str, list[Any]] = {key: [] for key in INDEXED}
-    for path in sorted(folder.glob("*.tar")):
+    for path in paths:
         for name, *numbers in _read_samples(path):
             shown = os.fsencode(name).decode("utf-8", "backslashreplace")  # names may be any bytes
             for column, value in zip(columns.values(), (path.name, shown, *numbers), strict=True):

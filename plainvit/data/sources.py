@@ -208,14 +208,19 @@ class ConcatSource(View):
         self.labels = np.concatenate([source.labels for source in sources])
         self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
 
-    def place(self, index: int) -> tuple[int, int]:
+    def find_part(self, index: int) -> tuple[int, int]:
         """(number of the source, index in it)."""
-        number = int(np.searchsorted(self._ends, index, "right"))
-        return number, index - (int(self._ends[number - 1]) if number else 0)
+        return find_part(self._ends, index)
 
     def locate(self, index: int) -> tuple[Source, int]:
-        number, index = self.place(index)
+        number, index = self.find_part(index)
         return self.sources[number], index
+
+
+def find_part(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """(number of the part that has this index, index in it), for consecutive parts that end at `ends`."""
+    number = int(np.searchsorted(ends, index, "right"))
+    return number, index - (int(ends[number - 1]) if number else 0)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -290,6 +295,11 @@ def select_images(where: str | Path, names: Iterable[str]) -> list[str]:
     return images
 
 
+def is_inside(name: str) -> bool:
+    """Whether a file name in a list is a path below the list's folder."""
+    return "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
+
+
 # Opening --------------------------------------------------------------------------------------------------------------
 
 
@@ -309,12 +319,12 @@ def open_source(
 def _open(spec: str, split: str, data_root: Path | None) -> Source:
     from plainvit.data import folders, generated, known, lists, tables
 
-    word, _, rest = spec.partition(":")
-    if word == "digits":
+    kind, _, rest = spec.partition(":")
+    if kind == "digits":
         return generated.digits(split, rest)
-    if word == "shapes":
+    if kind == "shapes":
         return generated.shapes(split, rest)
-    if word == "hf" and rest:
+    if kind == "hf" and rest:
         return tables.open_parquet(hub.fetch(rest, ["*.parquet", "**/*.parquet"], kind="dataset"), split)
     path = Path(spec)
     if path.is_dir():
@@ -322,7 +332,7 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
     if path.is_file() and path.suffix == ".csv":
         return lists.open_list(path, split)
     if path.is_file() and path.suffix == ".parquet":
-        return tables.open_table(path, split)
+        return tables.open_parquet(path, split)
     if spec in known.SETS:
         return known.open_known(spec, split, data_root)
     if path.is_file():

@@ -116,8 +116,8 @@ def choose_split(model: str | Path, data: str, split: str, data_root: str | Path
     if run:
         held_out = open_splits(run).val
         if held_out is not None:
-            words = "%s has no %s images: using the %d that the run held out"
-            log.warning(words, data, split or "test", len(held_out))
+            problem = "%s has no %s images: using the %d that the run held out"
+            log.warning(problem, data, split or "test", len(held_out))
             return held_out
         raise MissingSplitError(f"{data} has no test images and the run held none out: use --split train")
     try:
@@ -131,9 +131,9 @@ def find_data_problems(config: Config, splits: Splits) -> Iterator[tuple[str, st
     images = len(splits.train)
     empty = np.flatnonzero(np.bincount(splits.train.labels, minlength=len(splits.classes)) == 0)
     if len(empty):
-        words = f"{len(empty)} classes have" if len(empty) > 1 else "1 class has"
         names = ", ".join(splits.classes[label] for label in empty[:3])
-        yield f"{words} no training image ({names})", "add images or remove the class folder"
+        subject = f"{len(empty)} classes have" if len(empty) > 1 else "1 class has"
+        yield f"{subject} no training image ({names})", "add images or remove the class folder"
     if config.batch > images:
         yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
     if config.init and 0 < config.steps < LEAST_STEPS:

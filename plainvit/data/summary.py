@@ -1,4 +1,4 @@
-"""The number, size and colour of a dataset's training images, for recipes that depend on them."""
+"""The number, size and color of a dataset's training images, for recipes that depend on them."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from plainvit.data.decode import ImageError
 from plainvit.data.sources import open_source
 
 
-def summarise(data: str, data_root: str | Path | None = None) -> DataSummary:
-    """Count the training images and classes, and read some images for their size and colour."""
+def summarize(data: str, data_root: str | Path | None = None) -> DataSummary:
+    """Count the training images and classes, and read some images for their size and color."""
     source = open_source(data, "train", data_root=data_root or None)
     sides: list[int] = []
     is_grey = True

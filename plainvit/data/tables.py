@@ -19,7 +19,7 @@ from plainvit.data.columns import Layout, ParquetFile, check_range, convert_labe
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.folders import class_names
 from plainvit.data.machine import memory_budget
-from plainvit.data.sources import SPLITS, MissingSplitError, Source
+from plainvit.data.sources import SPLITS, MissingSplitError, Source, find_part
 
 IN_MEMORY = 4 * 2**30  # bytes of images that a process and its workers keep in memory at most
 SLOW_GROUP = 8 * 2**20  # bytes of a row group that is slow to decode for each image
@@ -44,33 +44,33 @@ def _find_parquet_files(folder: Path) -> list[Path]:
     return [path for path in files if path.name != INDEX]
 
 
-def open_parquet(folder: Path, split: str) -> "Table":
-    """Files named after their split: train-00.parquet, data/train-00000-of-00002.parquet, all/train/0000.parquet."""
-    files = _find_parquet_files(folder)
-    by_split = {name: [path for path in files if find_split(path, folder) == name] for name in SPLITS}
-    if not any(by_split.values()):
-        if split != "train":  # files that name no split are training images
-            raise MissingSplitError(f"{folder} has no {split} split: no file or folder is named after one")
-        return Table(files)
-    chosen = by_split[split]
-    if not chosen:
-        names = ", ".join(path.name for path in files[:4])
-        raise MissingSplitError(f"{folder} has no {split} split among its parquet files ({names})")
-    folders = sorted({str(path.parent.relative_to(folder)) for path in chosen})
-    if len(folders) > 1:
+def open_parquet(path: Path, split: str) -> "Table":
+    """Open a file or a folder: train-00.parquet, data/train-00000-of-00002.parquet, all/train/0000.parquet."""
+    folder, files = (path, _find_parquet_files(path)) if path.is_dir() else (path.parent, [path])
+    by_split = group_by_split(files, folder, split)
+    folders = sorted({str(file.parent.relative_to(folder)) for file in by_split[split]})
+    if len(folders) > 1:  # configurations of one set, whose rows would have equal names
         raise DataError(f"{folder} has {split} files in several folders ({', '.join(folders)}): give one of them")
-    return Table(chosen, by_split["train"] or files)
+    return Table(by_split[split], by_split["train"] or files)
 
 
-def open_table(path: Path, split: str) -> "Table":
-    """One file: the split in its name, otherwise train."""
-    own = _parse_split(path.name) or "train"
-    if own != split:
-        raise MissingSplitError(f"{path} has no {split} split: by its name it is {own}")
-    return Table([path])
+def group_by_split(files: Sequence[Path], folder: Path, split: str) -> dict[str, list[Path]]:
+    """The files of each split, by the names of the files and their folders; there must be some of `split`.
+
+    If no name contains a split, all are training files.
+    """
+    splits = [_find_split(file, folder) for file in files]
+    default = None if any(splits) else "train"
+    groups = {
+        name: [file for file, own in zip(files, splits, strict=True) if (own or default) == name] for name in SPLITS
+    }
+    if not groups[split]:
+        names = ", ".join(file.name for file in files[:4]) + (", ..." if len(files) > 4 else "")
+        raise MissingSplitError(f"{folder} has no {split} split: no file or folder is named after it ({names})")
+    return groups
 
 
-def find_split(path: Path, folder: Path) -> str | None:
+def _find_split(path: Path, folder: Path) -> str | None:
     """The split that a path below a folder is named after, from the innermost name outwards."""
     return next((split for name in reversed(path.relative_to(folder).parts) if (split := _parse_split(name))), None)
 
@@ -78,7 +78,9 @@ def find_split(path: Path, folder: Path) -> str | None:
 def _parse_split(name: str) -> str | None:
     """The split in the name of a file or folder."""
     for split, synonyms in SPLITS.items():
-        if any(name == word or name.startswith((f"{word}-", f"{word}_", f"{word}.")) for word in synonyms):
+        if any(
+            name == synonym or name.startswith((f"{synonym}-", f"{synonym}_", f"{synonym}.")) for synonym in synonyms
+        ):
             return split
     return None
 
@@ -97,9 +99,8 @@ class Table(Source):
             if file.layout != layout:
                 raise DataError(f"{file.path} has other columns or class names than {self.paths[0].name}")
         self._groups = [(file, group) for file in self._files for group in range(len(file.rows))]
-        self._ends = np.cumsum([rows for file in self._files for rows in file.rows], dtype=np.int64)
-        per_file = np.array([sum(file.rows) for file in self._files])
-        self._first = np.cumsum(per_file) - per_file  # number of each file's first row
+        self._group_ends = np.cumsum([rows for file in self._files for rows in file.rows], dtype=np.int64)
+        self._file_ends = np.cumsum([sum(file.rows) for file in self._files], dtype=np.int64)
         self.labels, self.classes = self._read_labels(layout)
         self._images: dict[int, pa.ChunkedArray] = {}  # of each group; of the last one if memory is short
         self._fits: bool | None = None  # whether all images fit into memory; None until they are loaded
@@ -145,8 +146,7 @@ class Table(Source):
             )
 
     def read(self, index: int) -> bytes:
-        number = int(np.searchsorted(self._ends, index, "right"))
-        row = index - (int(self._ends[number - 1]) if number else 0)
+        number, row = find_part(self._group_ends, index)
         images = self._images.get(number)
         if images is None:
             with self._lock:
@@ -171,8 +171,8 @@ class Table(Source):
         return file.read_images(group)
 
     def name(self, index: int) -> str:
-        file = int(np.searchsorted(self._first, index, "right")) - 1
-        return f"{self.paths[file].name}#{index - int(self._first[file])}"
+        number, row = find_part(self._file_ends, index)
+        return f"{self.paths[number].name}#{row}"
 
     def files(self) -> Iterator[str]:
         return map(str, self.paths)

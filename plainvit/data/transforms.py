@@ -94,9 +94,9 @@ def crop_and_resize(data: bytes | np.ndarray, box: Tensor, out: tuple[int, int],
     Boxes are in pixels of `extent`, the (height, width) of the original; `data` may be pixels of a smaller copy.
     """
     top, left, ch, cw = box.tolist()
-    wanted = (math.ceil(extent[0] * out[0] / max(ch, 1)), math.ceil(extent[1] * out[1] / max(cw, 1)))
+    target = (math.ceil(extent[0] * out[0] / max(ch, 1)), math.ceil(extent[1] * out[1] / max(cw, 1)))
     needs_padding = min(top, left) <= -1 or top + ch >= extent[0] + 1 or left + cw >= extent[1] + 1
-    pixels = decode(data, None if needs_padding else wanted)  # padding counts pixels at full scale
+    pixels = decode(data, None if needs_padding else target)  # padding counts pixels at full scale
     ky = kx = divisor(pixels, extent)
     if isinstance(data, np.ndarray):
         ky, kx = extent[0] / pixels.shape[0], extent[1] / pixels.shape[1]
@@ -176,11 +176,11 @@ def preprocess_image(data: bytes | np.ndarray, preprocess: Preprocess, out: tupl
 
 def augment_batch(images: Tensor, u: Tensor, augment: Augment) -> Tensor:
     """Flip, color and erase a batch on its device, each sample by its own uniforms. Color makes floats of uint8."""
-    flip, colours, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 : DRAWS]
+    flip, colors, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 : DRAWS]
     if augment.flip:
         images = torch.where((flip < augment.flip).view(-1, 1, 1, 1), images.flip(-1), images)
     if augment.colour:
-        images = _jitter_color(as_floats(images), 1 + (2 * colours - 1) * augment.colour)
+        images = _jitter_color(as_floats(images), 1 + (2 * colors - 1) * augment.colour)
     if augment.erase:
         images = _erase(images, holes, augment.erase)
     return images

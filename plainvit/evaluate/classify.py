@@ -169,7 +169,7 @@ class Prepared:
             return self._kept
         world = self.world
         batches = evaluation_batches(
-            self.source, rank=world.rank, world=world.size, device=world.device, **self._options
+            self.source, rank=world.rank, world_size=world.size, device=world.device, **self._options
         )
         if self._small:
             self._kept = list(batches)

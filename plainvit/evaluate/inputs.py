@@ -46,7 +46,7 @@ class Inputs(ConcatSource):
         self.prefixes = [prefix for prefix, _ in inputs]
 
     def name(self, index: int) -> str:
-        return self.prefixes[self.place(index)[0]] + super().name(index)
+        return self.prefixes[self.find_part(index)[0]] + super().name(index)
 
     def fingerprint(self) -> str:
         """Hash of names, order, and sizes and modification times of files."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 USABLE_MEMORY = 0.92  # assumed: the CUDA context, workspaces of libraries and fragmentation take the rest
 LINK_EFFICIENCY = 0.75  # assumed: fraction of the data sheet's bandwidth that collectives reach
-COMPUTE_SHARE = 0.7  # of a B/16 step on an H200: matmuls and attention; memory bandwidth limits the rest
+COMPUTE_FRACTION = 0.7  # of a B/16 step on an H200: matmuls and attention; memory bandwidth limits the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Device:
     @property
     def slowdown(self) -> float:
         """Time of a step as a multiple of the H200's."""
-        return COMPUTE_SHARE * H200.tflops / self.tflops + (1 - COMPUTE_SHARE) * H200.bandwidth / self.bandwidth
+        return COMPUTE_FRACTION * H200.tflops / self.tflops + (1 - COMPUTE_FRACTION) * H200.bandwidth / self.bandwidth
 
     def collective_bandwidth(self, devices: int) -> float:
         """Bytes per second of a collective; across nodes every device of a node uses its own network port."""

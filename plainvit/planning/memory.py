@@ -161,10 +161,8 @@ def _other_bytes(model: ViTConfig, step: Step) -> float:
     norm = 0
     if model.norm == "pre" and not model.norm_pooled:
         norm = step.residual_bytes * model.tokens * D + 8 * model.tokens
-        norm += 4 * model.tokens * D if a == 4 and model.pool == "token" else 0  # in fp32 the head saves a view of it
     pool = a * (2 * h * w * D + 2 * model.mlp_dim + 6 * D) if model.pool == "attention" else 0
-    dropout_mask = model.tokens * D if model.dropout else 0
-    return a * h * w * patch + norm + pool + dropout_mask + a * model.representation + 8 * model.classes
+    return a * h * w * patch + norm + pool + a * model.representation + 8 * model.classes
 
 
 def _convolution_bytes(model: ResNetConfig, step: Step) -> float:

@@ -29,22 +29,16 @@ def plan(
     on: str = "",
     devices: int = 1,
     images: int | None = None,
-    search: bool = False,
     measured: Report | None = None,
 ) -> Report:
-    """Estimates the cost of a run; with a device, also its time and whether it fits in memory.
+    """The cost of a run on `devices` of the kind `on`; without a kind, no times.
 
-    Args:
-        config: The run.
-        on: Name of a device in `DEVICES`.
-        devices: Number of these devices.
-        images: Training images, where the data is not a known dataset.
-        search: Add a run for each rate of optim.grid.
-        measured: Result of `plainvit.train.measure.measure_steps`; replaces the estimated step time.
+    `images` is needed if the data is not a known dataset. `measured`, of `train.measure.measure_steps`, replaces the
+    estimated time of a step.
     """
-    _check_arguments(config, on, devices, images, search)
+    _check_arguments(config, on, devices, images)
     model, device = resolve_model(config), DEVICES.get(on)
-    run = _count_steps(config, model, images, runs=1 + len(config.optim.grid) * search)
+    run = _count_steps(config, model, images)
     step = describe_step(config, model, devices)
     report: Report = {
         "recipe": config.recipe,
@@ -78,7 +72,7 @@ def resolve_model(config: Config) -> Model:
     return model.replace(classes=0, representation=0, pool="average" if model.reads_one_token else model.pool)
 
 
-def _check_arguments(config: Config, on: str, devices: int, images: int | None, search: bool) -> None:
+def _check_arguments(config: Config, on: str, devices: int, images: int | None) -> None:
     if on and on not in DEVICES:
         raise ValueError(f"--on {on}: this device is not known; {nearest(on, DEVICES)}")
     if devices < 1:
@@ -88,21 +82,18 @@ def _check_arguments(config: Config, on: str, devices: int, images: int | None, 
         raise ValueError(f"--batch {config.batch} is not divisible by --devices {devices}: try --devices {near}")
     if images is not None and images < 1:
         raise ValueError(f"--images must be at least 1, got {images}")
-    if search and not config.optim.grid:
-        raise ValueError("--search needs rates to try: --optim.grid 0.001 0.003 0.01 0.03")
 
 
-def _count_steps(config: Config, model: Model, images: int | None, runs: int) -> Report:
-    """Steps of a run and the FLOPs of all runs; None where the number of images is not known."""
+def _count_steps(config: Config, model: Model, images: int | None) -> Report:
+    """Steps and FLOPs of the run; None where the number of images is not known."""
     images = images or count_training_images(config)
     steps = (count_steps(config, images) if images else config.steps) or None
     return {
         "images": images,
         "batch": config.batch,
-        "runs": runs,
         "steps": steps,
         "epochs": steps * config.batch / images if steps and images else None,
-        "exaflops": cost.training_exaflops(model, runs * steps * config.batch) if steps else None,
+        "exaflops": cost.training_exaflops(model, steps * config.batch) if steps else None,
     }
 
 
@@ -133,7 +124,7 @@ def _plan_step(step: Step, device: Device | None, run: Report, measured: Report 
     if measured:
         step = replace(step, micro_batch=measured["micro_batch"])
     elif device and not step.micro_batch:
-        step = replace(step, micro_batch=choose_micro_batch(step, device))
+        step = replace(step, micro_batch=choose_micro_batch(step, device.usable_bytes) or 1)
     planned: Report = {"images": step.images, "micro_batch": step.size, "memory": memory(step), "fits": None}
     parts = {"measured": measured["seconds"]} if measured else {}
     if device:
@@ -149,17 +140,18 @@ def _plan_step(step: Step, device: Device | None, run: Report, measured: Report 
         "seconds": seconds,
         "images_per_second": rate,
         "mfu": 6 * cost.macs(step.model) * rate / step.devices / (device.tflops * 1e12) if device else None,
-        "hours": run["runs"] * run["steps"] * seconds / 3600 if run["steps"] else None,
+        "hours": run["steps"] * seconds / 3600 if run["steps"] else None,
     }
 
 
-def choose_micro_batch(step: Step, device: Device) -> int:
-    """As training does: the full batch of the device, or its largest divisor of at most half of it, and so on."""
-    size, largest = step.images, largest_micro_batch(step, device)
-    if memory(replace(step, micro_batch=size))["total"] <= device.usable_bytes:
-        return size
-    while size > max(largest, 1):
-        size = max((n for n in range(1, size // 2 + 1) if step.images % n == 0), default=1)
+def choose_micro_batch(step: Step, available: float) -> int:
+    """As training does: the full batch of the device, or its largest divisor of at most half of it, and so on.
+
+    0 if not even one image fits.
+    """
+    size = step.images
+    while size and memory(replace(step, micro_batch=size))["total"] > available:
+        size = max((n for n in range(1, size // 2 + 1) if step.images % n == 0), default=0)
     return size
 
 
@@ -167,17 +159,15 @@ def estimate_micro_batch(config: Config, devices: int, free: int) -> int:
     """The micro-batch of an FSDP step that fits into `free` bytes next to the weights; 0 if none does."""
     assert config.model
     step = replace(describe_step(config, config.model, devices), parallel="fsdp")
-    for size in sorted((n for n in range(1, step.images + 1) if step.images % n == 0), reverse=True):
-        used = memory(replace(step, micro_batch=size))
-        allocated = used["weights"] + used["averaged weights"] + used["images"]
-        if used["total"] - allocated <= free * USABLE_MEMORY:
-            return size
-    return 0
+    used = memory(step)
+    return choose_micro_batch(
+        step, free * USABLE_MEMORY + sum(used[n] for n in ("weights", "averaged weights", "images"))
+    )
 
 
 def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:
     """What the values leave out or assume, and what to change."""
-    run, step = report["run"], report["step"]
+    run, step, devices = report["run"], report["step"], report["devices"]
     if not (config.steps or config.epochs or config.init):
         yield "the length of the run is not set: give --epochs or --steps for exaFLOPs and hours"
     elif not run["steps"]:
@@ -185,25 +175,21 @@ def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:
     if not model.classes and config.objective == "classify":
         yield "the number of classes depends on the data: the last layer is not counted"
     if report["on"] in DEVICES and (isinstance(model, ResNetConfig) or model.stem):
-        yield "planned times of convolutions are a guess: their rate was not measured"
+        yield "planned times of convolutions are assumed: their rate was not measured"
     if config.objective == "mae":
         yield "planned as if the encoder saw all tokens: a step of MAE takes about half of this"
     if config.teacher:
         yield "memory and time of the teacher are not planned"
     if config.optim.frozen:
         yield "planned for training every weight: an upper bound with --optim.frozen"
-    if report["devices"] > 1 and report["on"]:
-        speed = DEVICES[report["on"]].collective_bandwidth(report["devices"]) / 1e9
+    if devices > 1 and report["on"]:
+        speed = DEVICES[report["on"]].collective_bandwidth(devices) / 1e9
         yield f"communication is not measured: its bytes at {speed:,.0f} GB/s, overlapped with computation"
     if step["fits"] is False:
         shard = "--parallel fsdp, " if report["parallel"] == "ddp" else ""
         yield f"a step does not fit: use {shard}--recompute, a smaller --image-size or more --devices"
-    if run["runs"] > 1:
-        rates = ", ".join(f"{lr:g}" for lr in config.optim.grid)
-        yield f"FLOPs and time are those of {run['runs']} runs: --search tries {rates}, then trains with the best"
-    hours = (step.get("hours") or 0) / run["runs"]
-    if 0 < config.hours < hours:
-        yield f"--hours {config.hours:g} allows about {int(run['steps'] * config.hours / hours):,} steps of each run"
+    if 0 < config.hours < (hours := step.get("hours") or 0):
+        yield f"--hours {config.hours:g} allows about {int(run['steps'] * config.hours / hours):,} steps"
 
 
 # Table ----------------------------------------------------------------------------------------------------------------
@@ -214,10 +200,9 @@ def table(report: Report) -> RenderableType:
     shown = Table(box=None, pad_edge=False, show_header=False)
     shown.add_column(style="bold", no_wrap=True)
     shown.add_column(overflow="fold")
-    for title, text in {**_describe_run(report), "": "", **_describe_step(report["step"], report["devices"])}.items():
+    for title, text in (_describe_run(report) | {"": ""} | _describe_step(report["step"], report["devices"])).items():
         shown.add_row(title, text)
-    notes = ["", *(f"- {note}" for note in report["notes"])] if report["notes"] else []
-    return Group(shown, *notes)
+    return Group(shown, *([""] if report["notes"] else []), *(f"- {note}" for note in report["notes"]))
 
 
 def _describe_run(report: Report) -> dict[str, str]:
@@ -227,8 +212,7 @@ def _describe_run(report: Report) -> dict[str, str]:
     rows["per image"] = f"{flops['forward'] / unit:,.1f} {name} forward, {flops['training'] / unit:,.1f} training"
     if run["steps"]:
         epochs = f", {run['epochs']:,.3g} epochs of {run['images']:,} images" if run["epochs"] else ""
-        title = "run" if run["runs"] == 1 else f"each of {run['runs']} runs"
-        rows |= {title: f"{run['steps']:,} steps of {run['batch']:,}{epochs}"}
+        rows["run"] = f"{run['steps']:,} steps of {run['batch']:,}{epochs}"
         rows["compute"] = f"{_format(run['exaflops'])} exaFLOPs"
     size = _format_bytes(report["checkpoint_bytes"])
     rows["checkpoint"] = f"{size}; the newest {report['checkpoints_kept']} and the best are kept"

@@ -7,24 +7,16 @@ measured models. A small step takes at least the time that the host needs to lau
 the communication that computation does not hide: bytes / bandwidth.
 """
 
-import math
-from functools import cache
-from itertools import pairwise
+import numpy as np
 
 from plainvit.config import ResNetConfig, ViTConfig
-from plainvit.names import configure
 from plainvit.planning import cost
 from plainvit.planning.devices import H200, Device
 from plainvit.planning.memory import Step, count_layers
 
-# Model, batch, images/s of one H200: 224 px, bf16, compiled, AdamW, fast path
-MEASURED = (
-    ("ViT-Ti/16", 1024, 28_857),
-    ("ViT-S/16", 1024, 12_593),
-    ("ViT-B/16", 256, 4_304),
-    ("ViT-L/16", 256, 1_400),
-    ("ViT-H/14", 128, 486),
-)
+# Width: FLOP/s of the matmuls in steps of Ti/16, S/16, B/16, L/16 and H/14 on one H200 (224 px, bf16, compiled, AdamW,
+# fast path), after subtracting the time of attention and update
+MATMUL_RATES = {192: 234.1e12, 384: 386.9e12, 768: 494.4e12, 1024: 583.1e12, 1280: 563.46e12}
 ATTENTION_RATE = 111e12  # FLOP/s; 106 to 117 in profiled steps of these five models
 UPDATE = 9.3e-12  # seconds for each trained weight: AdamW takes 0.8 ms for B/16, 5.8 ms for H/14
 WEIGHT_OVERHEAD = 10e-12  # seconds for each weight and micro-batch: bf16 copies, gradients; from batches of 32 to 256
@@ -32,7 +24,7 @@ LAUNCH, GRAPH_LAUNCH = 0.8e-3, 0.5e-3  # seconds of the host for each layer of a
 # Measured factors of the rate: B/16, L/16, H/14 without the fast path; timm's B/16 not compiled; L/16, H/14 in fp8
 NO_FAST_PATH, EAGER, FP8 = 0.85, 0.78, 1.09
 CONVOLUTION_RATE = 77e12  # FLOP/s; assumed, not measured
-FP32_SHARE = 0.8  # of the fp32 peak; assumed, not measured
+FP32_EFFICIENCY = 0.8  # of the fp32 peak; assumed, not measured
 
 
 def step_seconds(step: Step, device: Device) -> dict[str, float]:
@@ -42,7 +34,7 @@ def step_seconds(step: Step, device: Device) -> dict[str, float]:
     factor = (1 if step.fast_path else NO_FAST_PATH) * (EAGER if step.eager else 1) * (FP8 if step.fp8 else 1)
     slowdown = passes * device.slowdown / factor
     if step.element_bytes == 4:
-        slowdown = passes * rate / (FP32_SHARE * device.fp32_tflops * 1e12)
+        slowdown = passes * rate / (FP32_EFFICIENCY * device.fp32_tflops * 1e12)
     parts = {
         "matmuls": slowdown * matmuls / rate,
         "attention": slowdown * attention / ATTENTION_RATE,
@@ -76,23 +68,8 @@ def executed_macs(step: Step) -> tuple[float, float, float]:
 
 def matmul_rate(width: int) -> float:
     """FLOP/s of an H200, interpolated over log(width); below the measured widths it falls in proportion."""
-    rates = _measured_rates()
-    for (low, slow), (high, fast) in pairwise(rates):
-        if low <= width <= high:
-            return slow + (fast - slow) * math.log(width / low) / math.log(high / low)
-    return rates[0][1] * width / rates[0][0] if width < rates[0][0] else rates[-1][1]
-
-
-@cache
-def _measured_rates() -> list[tuple[int, float]]:
-    """(width, FLOP/s of matmuls) of each measured step: what is left without attention and update."""
-    rates: list[tuple[int, float]] = []
-    for name, batch, images_per_second in MEASURED:
-        step = Step(model=configure(name), images=batch, fast_path=True)
-        matmuls, attention, _ = (6 * macs * batch for macs in executed_macs(step))
-        seconds = batch / images_per_second - attention / ATTENTION_RATE - update_seconds(step)
-        rates.append((step.model.width, matmuls / seconds))
-    return rates
+    rate = np.interp(np.log(width), np.log(list(MATMUL_RATES)), list(MATMUL_RATES.values()))
+    return float(rate) * min(width / min(MATMUL_RATES), 1)
 
 
 def update_seconds(step: Step) -> float:

@@ -9,6 +9,7 @@ Your own recipe is a function in your own file. The file is executed: name only 
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,7 +37,7 @@ def recipe(name: str, data: DataSummary | None = None) -> Config:
     except Exception as error:
         if not in_file(name):
             raise
-        raise ValueError(f"recipe {name} raised {_one_line(error)}") from error
+        raise ValueError(f"recipe {name} raised {_describe_error(error, Path(name.rpartition(':')[0]))}") from error
     if not isinstance(config, Config):
         raise ValueError(f"recipe {name} returned {type(config).__name__}, expected plainvit.config.Config")
     return config.replace(recipe=name)
@@ -113,16 +114,16 @@ def _load(name: str) -> Recipe:
         raise ValueError(f"no function given for {file}: use {file}:FUNCTION")
     if not Path(file).is_file():
         raise ValueError(f"file {file} of recipe {name} does not exist")
-    module = run_file(Path(file))
+    module = import_file(Path(file))
     make: Recipe | None = getattr(module, function, None)
     if not callable(make):
-        own = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         hint = nearest(function, own) if own else "it defines no functions"
         raise ValueError(f"{file} has no function {function!r}; {hint}")
     return make
 
 
-def run_file(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
     """Import the user's own file as a module, which executes it."""
     module_name = f"plainvit_own_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -134,9 +135,13 @@ def run_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise ValueError(f"cannot load {path}: {_one_line(error)}") from error
+        raise ValueError(f"cannot load {path}: {_describe_error(error, path)}") from error
     return module
 
 
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _describe_error(error: Exception, path: Path) -> str:
+    """The error in one line, with the last line of the user's file that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    where = f" ({path.name}, line {lines[-1]})" if lines else ""  # a SyntaxError's message names its line itself
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

@@ -19,7 +19,7 @@ IMAGENET_PIXELS: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229,
 
 
 def masked_b16_jft() -> Config:
-    """ViT-B/16 predicts the mean colours of half of the patches, a million steps of JFT-300M.
+    """ViT-B/16 predicts the mean colors of half of the patches, a million steps of JFT-300M.
 
     Source: ViT (arXiv 2010.11929), B.1.2; JFT is not public: give images of your own
     Command: plainvit train masked-b16-jft --data DATA
@@ -40,7 +40,7 @@ def masked_b16_jft() -> Config:
 
 
 def masked_b16_i1k() -> Config:
-    """ViT-B/16 predicts the mean colours of half of the patches, 100,000 steps of ImageNet.
+    """ViT-B/16 predicts the mean colors of half of the patches, 100,000 steps of ImageNet.
 
     Source: ViT (arXiv 2010.11929), 4.6 and B.1.2, with the steps after which it found little more to gain
     Command: plainvit train masked-b16-i1k --data-root DIR
@@ -107,7 +107,7 @@ def _small(name: str) -> Config:
 
 def _describe_small(name: str) -> Recipe:
     objective, _, data = name.partition("-")
-    task = "predicts mean colours of half of the patches"
+    task = "predicts mean colors of half of the patches"
     source = "masks and target of ViT (arXiv 2010.11929), B.1.2"
     if objective == "mae":
         task = "sees a quarter of the patches and predicts the pixels of the others"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plainvit.recipes import run_file
+from plainvit.recipes import import_file
 
 if TYPE_CHECKING:  # loads torch
     from plainvit.studies.study import Study
@@ -31,7 +31,7 @@ def own_study(word: str) -> "Study":
     file, _, name = (word + ":" if word.endswith(".py") else word).rpartition(":")
     if not Path(file).is_file():
         raise ValueError(f"file {file} of study {word} does not exist")
-    module = run_file(Path(file))
+    module = import_file(Path(file))
     defined = [key for key, value in vars(module).items() if isinstance(value, Study)]
     if name not in defined:
         problem = f"{file} has no study {name!r}" if name else f"the study in {file} is not named"

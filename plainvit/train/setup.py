@@ -93,7 +93,7 @@ def build_loader(config: Config, splits: Splits, folder: Folder, world: World, *
         augment=config.augment,
         seed=config.seed,
         rank=world.rank,
-        world=world.size,
+        world_size=world.size,
         workers=None if config.workers < 0 else config.workers,
         device=world.device,
         mode=loading if loading in ("resident", "cached", "streamed") else "auto",
