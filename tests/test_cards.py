@@ -26,9 +26,9 @@ from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.evaluate import statistics
 from plainvit.evaluate.card import _compute_metrics, read_card, read_rows, write_card
-from plainvit.evaluate.classify import Result
 from plainvit.evaluate.compare import compare, published
 from plainvit.evaluate.labels import align
+from plainvit.evaluate.metrics import Result
 from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.checkpoint import tensor_hash
 
@@ -138,7 +138,8 @@ def test_absent_classes_do_not_count_in_macro_means() -> None:
     from sklearn.metrics import precision_recall_fscore_support
 
     labels, predictions, ones = np.array([0, 0, 1, 1, 1]), np.array([0, 1, 1, 1, 0]), np.ones(5)
-    result = Result(labels, predictions[:, None], ones, ones, np.arange(5), classes=3)
+    predictions = predictions[:, None]
+    result = Result(labels, predictions, predictions == labels[:, None], ones, ones, np.arange(5), classes=3)
     metrics = _compute_metrics(result, align(open_source("digits", "test"), 10))
     macro = precision_recall_fscore_support(labels, predictions, average="macro", zero_division=0)[:3]
     assert [metrics[name] for name in ("precision", "recall", "f1")] == pytest.approx(macro, rel=1e-12)

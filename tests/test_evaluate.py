@@ -23,7 +23,8 @@ from plainvit.cli import main
 from plainvit.config import About, Preprocess
 from plainvit.data.sources import Source, open_source
 from plainvit.data.splits import choose_split
-from plainvit.evaluate.classify import Prepared, Result, classify
+from plainvit.evaluate.classify import EvaluationSet, classify
+from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
 
 # Metrics --------------------------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def scores(count: int = 400, classes: int = 7) -> tuple[np.ndarray, np.ndarray, 
     given = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     order = np.argsort(-given, axis=1)[:, :5]
     nll = -np.log(given[np.arange(count), labels])
-    return labels, given, Result(labels, order, given.max(1), nll, np.arange(count), classes)
+    return labels, given, Result(labels, order, order == labels[:, None], given.max(1), nll, np.arange(count), classes)
 
 
 def test_metrics_equal_scikit_learns() -> None:
@@ -78,7 +79,7 @@ def test_counts_are_the_same_for_any_batch(batch: int) -> None:
     model = tiny.vit(torch.float32, image_size=(8, 8), classes=10)
     source = open_source("digits", "test")
     predictor = Predictor(model, device="cpu")
-    result = classify(predictor, Prepared(source, (8, 8), Preprocess(), batch=batch))
+    result = classify(predictor, EvaluationSet(source, (8, 8), Preprocess(), batch=batch))
     logits = predictor.logits(predictor.stack(source.image(index) for index in range(len(source))))
     assert len(result.labels) == len(source)
     assert result.index.tolist() == list(range(len(source)))
@@ -137,8 +138,8 @@ def test_small_sets_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plainvit.evaluate.classify.CACHE_BYTES", 3 * 8 * 8 * 4)
     for images, keep, reads in ((4, True, 4), (4, False, 8), (5, True, 10)):
         source = Counted(images)
-        prepared = Prepared(source, (8, 8), Preprocess(), keep=keep)
-        assert [len(batch.images) for _ in range(2) for batch in prepared.batches()] == [images, images]
+        evaluation_set = EvaluationSet(source, (8, 8), Preprocess(), keep=keep)
+        assert [len(batch.images) for _ in range(2) for batch in evaluation_set.batches()] == [images, images]
         assert source.reads == reads
 
 

@@ -118,13 +118,6 @@ def _confusion_table(matrix: np.ndarray, classes: Sequence[str], split: str) -> 
     return page.join([page.element("p", summary), page.table(titles, rows, numbers=(2, 3))])
 
 
-def measure_classes(matrix: np.ndarray) -> dict[str, np.ndarray]:
-    """[K] each: images, precision, recall and F1; 0 where undefined."""
-    correct, images, predictions = np.diag(matrix), matrix.sum(1), matrix.sum(0)
-    counts = {"precision": predictions, "recall": images, "f1": (images + predictions) / 2}
-    return {"images": images} | {name: correct / np.maximum(count, 0.5) for name, count in counts.items()}
-
-
 def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], data: str = "") -> Section:
     """A row for each class that has images, the lowest recall first. data: a file to link to."""
     images, recall = numbers["images"], numbers["recall"]

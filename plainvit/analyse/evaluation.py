@@ -25,9 +25,10 @@ from plainvit.data.workers import default_workers
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
 from plainvit.evaluate.class_names import warn_permuted
-from plainvit.evaluate.classify import Prepared, Result, classify
+from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.compare import TITLES, published, to_unit
 from plainvit.evaluate.labels import Labels, align
+from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import FEW, describe_accuracy
 from plainvit.runtime.display import Display
@@ -115,7 +116,7 @@ def _classify(
     if workers is None:  # starting workers takes longer than a small dataset
         workers = 0 if len(source) < 16 * batch else default_workers()
     options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world, "keep": False}
-    prepared = Prepared(source, predictor.size, predictor.preprocess, **options)
+    evaluation_set = EvaluationSet(source, predictor.size, predictor.preprocess, **options)
     local_images = len(range(world.rank, len(source), world.size))
     with Display("evaluate", local_images, quiet=quiet or not world.is_main) as display:
 
@@ -124,7 +125,7 @@ def _classify(
                 log.warning("%s: %s", source.name(index), reason)
             display.advance(display.done + len(batch.index), "images")
 
-        return classify(predictor, prepared, labels, report_progress)
+        return classify(predictor, evaluation_set, labels, report_progress)
 
 
 def _write_folder(world: World, predictor: Predictor, labels: Labels, result: Result, out: Path | None) -> Evaluation:

@@ -10,13 +10,13 @@ import numpy as np
 from plainvit.analyse import figures, page
 from plainvit.analyse.confusion import class_section, confusion_section
 from plainvit.analyse.gallery import Sample, predictions_section
+from plainvit.analyse.headline import make_facts, make_headline
 from plainvit.analyse.page import Html, Section
-from plainvit.analyse.scores import make_facts, make_headline
 from plainvit.disk import write_text
 from plainvit.evaluate.card import Card
-from plainvit.evaluate.classify import MOST_CONFUSED, Result
 from plainvit.evaluate.compare import published
 from plainvit.evaluate.labels import Labels
+from plainvit.evaluate.metrics import MOST_CONFUSED, Result
 from plainvit.evaluate.statistics import FEW
 
 

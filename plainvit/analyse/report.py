@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 
 from plainvit.analyse import page
-from plainvit.analyse.confusion import class_section, confusion_section, measure_classes
+from plainvit.analyse.confusion import class_section, confusion_section
 from plainvit.analyse.curves import curves_section
 from plainvit.analyse.figures import number, printable
 from plainvit.analyse.gallery import Sample, predictions_section
+from plainvit.analyse.headline import make_facts, make_headline
 from plainvit.analyse.masked import read_masked_figures
 from plainvit.analyse.page import Html, Section
 from plainvit.analyse.run import Run, read_run
-from plainvit.analyse.scores import make_facts, make_headline
 from plainvit.config import Config, to_json
 from plainvit.disk import write_text
+from plainvit.evaluate.metrics import class_metrics
 from plainvit.runtime.display import readable
 
 OBJECTIVES = {
@@ -206,7 +207,8 @@ def _confusion_sections(run: Run) -> list[Section]:
     if matrix is None:
         return []
     section = confusion_section(matrix, run.classes, page.SPLIT[run.split], run.folder)
-    return [section, class_section(measure_classes(matrix), run.classes)]
+    metrics = class_metrics(np.diag(matrix), matrix.sum(1), matrix.sum(0))
+    return [section, class_section(metrics, run.classes)]
 
 
 def _command_section(run: Run) -> Section | None:

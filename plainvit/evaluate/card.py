@@ -30,8 +30,8 @@ from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
 from plainvit.disk import make_folder, read_json, run_folder, run_settings, write_together
-from plainvit.evaluate.classify import Result
 from plainvit.evaluate.labels import Labels
+from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.distributed import World
