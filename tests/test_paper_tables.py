@@ -135,6 +135,11 @@ def test_runs_from_the_same_weights_share_a_row_with_mean_and_spread(tmp_path: P
     assert (mine[0], scratch[0]) == ("yours: b16", "yours: scratch")
     assert mine[1] == [None, None, None, pytest.approx([92.0, statistics.stdev((90, 94))]), 99.0, None]
     assert scratch[1] == [98.0, *[None] * 5]
+    namesakes = [plant_card(tmp_path / one, "oxford-pets", 900, init=f"{one}/model.npz") for one in ("x", "y")]
+    assert [name for name, _ in add_cards(table(7), namesakes).rows[-2:]] == [
+        "yours: x/model.npz",
+        "yours: y/model.npz",
+    ]
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from plainvit.analyse.figures import write_csv
 from plainvit.cli import main
 from plainvit.data.decode import decode
 from plainvit.evaluate import inputs
-from plainvit.evaluate.predict import NOT_FINITE, PredictionJob, predict_locally, rows
+from plainvit.evaluate.predict import NON_FINITE, PredictionJob, predict_locally, rows
 from plainvit.evaluate.predictor import Predictor
 
 CLASSES = ("ant", "bee", "=cow", "dog, or cat", "eel", "fox", "gnu")
@@ -133,7 +133,7 @@ def test_non_finite_results_are_errors(photos: Path, tmp_path: Path, capsys: Cap
         part.data *= np.finfo(np.float32).max / np.median(largest)
     found = list(rows(PredictionJob(predictor), inputs.find([str(photos)])))
     errors = [row["error"] for row in found if not row["name"].endswith("5.jpg")]
-    assert errors == [NOT_FINITE if one else None for one in largest > np.median(largest)]
+    assert errors == [NON_FINITE if one else None for one in largest > np.median(largest)]
     assert all((row["features"] is None) == (row["error"] is not None) for row in found)
     assert "truncated" in found[NAMES.index("5.jpg")]["error"].lower()
     assert np.isfinite([row["features"] for row in found if row["features"]]).all()
@@ -142,7 +142,7 @@ def test_non_finite_results_are_errors(photos: Path, tmp_path: Path, capsys: Cap
     assert code == 3
     lines = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
     assert [line["predictions"] for line in lines] == [[]] * 7
-    assert lines[0]["error"] == NOT_FINITE
+    assert lines[0]["error"] == NON_FINITE
     assert "all 7 images failed" in err
 
 

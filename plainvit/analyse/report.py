@@ -23,7 +23,7 @@ from plainvit.analyse.headline import make_facts, make_headline
 from plainvit.analyse.masked import read_masked_figures
 from plainvit.analyse.page import Html, Section
 from plainvit.analyse.run import Run, read_run
-from plainvit.config import Config, to_json
+from plainvit.config import Config, flatten, to_json
 from plainvit.disk import write_text
 from plainvit.evaluate.metrics import class_metrics
 from plainvit.runtime.display import readable
@@ -237,17 +237,6 @@ def _data_table(run: Run) -> Html:
     for name, part in run.data.get("splits", {}).items():
         values[page.SPLIT[name]] = f"{page.pluralize(part['images'], 'image')}, fingerprint {part['fingerprint']}"
     return page.pairs(values) if values else Html("")
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim": {"lr": 0.001}} as {"optim.lr": 0.001}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        elif key != "kind" or prefix:
-            flat[prefix + key] = value
-    return flat
 
 
 def _format_value(value: object) -> str:

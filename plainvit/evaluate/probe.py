@@ -4,12 +4,12 @@
     neighbours(features, labels, classes, others, ks=(1, 20))
     logistic(features, labels, classes, l2=1e-3).predict(others)
 
-Few-shot is the paper's measure (4.1): l2-regularised least squares onto {-1, 1}, with the constants of big_vision's
+Few-shot is the paper's measure (4.1): l2-regularized least squares onto {-1, 1}, with the constants of big_vision's
 `fewshot_lsr`. k-NN votes are weighted by cosine similarity, as in DINO (arXiv 2104.14294). The linear probe is
 multinomial logistic regression by L-BFGS. All run on the CPU; least squares and logistic regression in float64.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from plainvit.evaluate.grid import choose_best
 from plainvit.models.inference import check_finite
 
 SHOTS, SEEDS, L2 = (1, 5, 10, 25), 3, 2.0**10  # big_vision's configs/common_fewshot.py
-BIAS = 100.0  # the constant feature: large, so that its weight is hardly regularised
+BIAS = 100.0  # the constant feature: large, so that its weight is hardly regularized
 STD_EPS = 1e-5
 TEMPERATURE = 0.07  # DINO's
 KS = (1, 5, 10, 20, 100, 200)
@@ -31,7 +31,7 @@ ROWS = 4096  # of features at once
 
 @dataclass
 class LinearClassifier:
-    """A linear classifier of standardised features, in float64."""
+    """A linear classifier of standardized features, in float64."""
 
     mean: Tensor  # [D]
     std: Tensor  # [D]
@@ -40,7 +40,7 @@ class LinearClassifier:
 
     def scores(self, features: Tensor) -> Tensor:
         """[M, K]."""
-        return standardise(features, self.mean, self.std) @ self.weights + self.bias
+        return standardize(features, self.mean, self.std) @ self.weights + self.bias
 
     def predict(self, features: Tensor) -> Tensor:
         """[M] classes."""
@@ -54,7 +54,7 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std + STD_EPS
 
 
-def standardise(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def standardize(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (features.double() - mean) / std
 
 
@@ -72,9 +72,9 @@ def draw_shots(labels: np.ndarray, classes: int, shots: Sequence[int], seed: int
 
 
 def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> LinearClassifier:
-    """Least squares onto {-1, 1}, penalised by l2 times the squared weights.
+    """Least squares onto {-1, 1}, penalized by l2 times the squared weights.
 
-    Standardised features are centred, so big_vision's constant feature is orthogonal to them. Its weight is solved
+    Standardized features are centered, so big_vision's constant feature is orthogonal to them. Its weight is solved
     separately, so that its square, N x 10^4, does not harm the conditioning.
     """
     _check(features, labels, classes)
@@ -83,7 +83,7 @@ def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> Lin
     gram = l2 * torch.eye(width, dtype=torch.float64)
     sums = torch.zeros(classes, width, dtype=torch.float64)
     for part, part_labels in zip(features.split(ROWS), labels.split(ROWS), strict=True):
-        rows = standardise(part, mean, std)
+        rows = standardize(part, mean, std)
         gram.addmm_(rows.T, rows)
         sums.index_add_(0, part_labels, rows)
     cross = (2 * sums - sums.sum(0)).T  # X'Y for Y = 2 onehot - 1
@@ -155,9 +155,9 @@ def logistic(
     tolerance: float = 1e-6,
     start: Logistic | None = None,
 ) -> Logistic:
-    """Minimises mean cross-entropy + l2 / 2 |weights|^2, without a penalty on the bias, by full-batch L-BFGS.
+    """Minimizes mean cross-entropy + l2 / 2 |weights|^2, without a penalty on the bias, by full-batch L-BFGS.
 
-    scikit-learn's LogisticRegression with C = 1 / (l2 N) has the same minimum on standardised features.
+    scikit-learn's LogisticRegression with C = 1 / (l2 N) has the same minimum on standardized features.
     `converged`: no element of the gradient exceeds 2 * tolerance.
     """
     _check(features, labels, classes)
@@ -166,22 +166,15 @@ def logistic(
     mean, std = moments(features)
     weights = start.weights.clone() if start else torch.zeros(features.shape[1], classes, dtype=torch.float64)
     bias = start.bias.clone() if start else torch.zeros(classes, dtype=torch.float64)
-    rows = standardise(features, mean, std)
+    rows = standardize(features, mean, std)
 
     def objective() -> Tensor:
         loss, weights.grad, bias.grad = _cross_entropy(rows, labels, weights, bias)
         weights.grad += l2 * weights
         return loss + l2 / 2 * weights.square().sum()
 
-    _minimise(objective, (weights, bias), steps, tolerance)
-    objective()  # sets the gradients of the last step
-    gradient = max(float(parameter.grad.abs().max()) for parameter in (weights, bias) if parameter.grad is not None)
-    return Logistic(mean, std, weights.detach(), bias.detach(), gradient <= 2 * tolerance)
-
-
-def _minimise(objective: Callable[[], Tensor], parameters: Sequence[Tensor], steps: int, tolerance: float) -> None:
-    optimiser = torch.optim.LBFGS(
-        parameters,
+    optimizer = torch.optim.LBFGS(
+        (weights, bias),
         max_iter=steps,
         max_eval=2 * steps,
         tolerance_grad=tolerance,
@@ -189,7 +182,10 @@ def _minimise(objective: Callable[[], Tensor], parameters: Sequence[Tensor], ste
         history_size=20,
         line_search_fn="strong_wolfe",
     )
-    optimiser.step(objective)  # pyright: ignore[reportArgumentType]
+    optimizer.step(objective)  # pyright: ignore[reportArgumentType]
+    objective()  # sets the gradients of the last step
+    gradient = max(float(parameter.grad.abs().max()) for parameter in (weights, bias) if parameter.grad is not None)
+    return Logistic(mean, std, weights.detach(), bias.detach(), gradient <= 2 * tolerance)
 
 
 def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
