@@ -21,7 +21,7 @@ from PIL import Image
 from plainvit.analyse import curves, figures
 from plainvit.analyse.confusion import draw_confusion, find_frequent_confusions
 from plainvit.analyse.evaluation_report import draw_calibration
-from plainvit.analyse.gallery import Cell, Sample, draw_cells, predictions_section, shorten
+from plainvit.analyse.gallery import Cell, Sample, draw_cells, predictions_section, truncate
 from plainvit.analyse.page import Html, element, embed_image, make_section, render_page
 from plainvit.analyse.report import write_report
 from plainvit.config import Config, Optim, ViTConfig, to_json
@@ -512,7 +512,7 @@ def test_contact_sheet_draws_images_labels_and_probabilities() -> None:
     ],
 )
 def test_names_are_shortened_by_their_width(text: str, shown: str) -> None:
-    assert shorten(text, 11, 5) == shown
+    assert truncate(text, 11, 5) == shown
 
 
 @pytest.mark.parametrize(

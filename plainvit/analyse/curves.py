@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, number, styled
+from plainvit.analyse.gallery import choose_evenly
 from plainvit.analyse.page import Section, element, inline_figure, make_section, publish_figure
 
 TRAINING = ("epoch", "loss", "accuracy", "lr", "norm", "waiting", "skipped")
@@ -90,13 +91,13 @@ def draw_curves(table: Table) -> Figure:
 
 
 @styled()
-def draw_curve(table: Table, name: str) -> Figure:
-    """One panel for an HTML page, with fixed margins so that panels align."""
+def draw_curve(table: Table, panel: str) -> Figure:
+    """One panel ("loss", "top1" ...) for an HTML page, with fixed margins so that panels align."""
     figure = Figure(PANEL)
-    left, width = 0.115, 0.88
-    axes = figure.add_axes((left, 0.17, width, 0.71))
-    _draw_panel(axes, table, name)
-    axes.set_title(_PANELS[name][0], x=-left / width)
+    left, bottom, width, height = 0.115, 0.17, 0.88, 0.71  # of the axes, as fractions of the figure
+    axes = figure.add_axes((left, bottom, width, height))
+    _draw_panel(axes, table, panel)
+    axes.set_title(_PANELS[panel][0], x=-left / width)  # at the left edge of the figure
     return figure
 
 
@@ -144,7 +145,7 @@ def _use_log_scale_for_decades(axes: Axes) -> None:
 def _mark_skipped(axes: Axes, table: Table) -> None:
     steps = table["step"][table["skipped"] > 0]
     if len(steps):
-        chosen = steps[np.linspace(0, len(steps) - 1, min(len(steps), BUCKETS)).astype(int)]
+        chosen = steps[choose_evenly(len(steps), BUCKETS)]
         bottom = axes.get_xaxis_transform()  # x in steps, y as a fraction of the panel
         style = {"color": COLOURS["orange"], "markersize": 7, "label": "skipped (NaN or Inf)"}
         axes.plot(chosen, np.full(len(chosen), 0.03), "|", transform=bottom, **style)

@@ -167,17 +167,17 @@ def _state_notices(run: Run) -> Iterable[Html]:
     if state and state != "done":
         step, steps = number(run.status.get("step")), number(run.status.get("steps"))
         where = "" if math.isnan(step) else f" at step {step:,.0f}" + ("" if math.isnan(steps) else f" of {steps:,.0f}")
-        words = STATES.get(str(state), f"This run ended with state {state!r}")
-        yield page.notice(page.element("b", words), f"{where}{f': {reason}' if reason else ''}.", warning=True)
+        outcome = STATES.get(str(state), f"This run ended with state {state!r}")
+        yield page.notice(page.element("b", outcome), f"{where}{f': {reason}' if reason else ''}.", warning=True)
     if skipped := int((run.curves["skipped"] > 0).sum()):
         yield page.notice(f"{page.pluralize(skipped, 'step')} skipped: loss or gradient was NaN or Inf.", warning=True)
 
 
 def _describe_selection_bias(run: Run) -> str:
-    words = "The weights were selected by validation accuracy, so the validation result is optimistic"
+    bias = "The weights were selected by validation accuracy, so the validation result is optimistic"
     if run.result("test"):
-        return f"{words}; the test images were not used for the selection."
-    return f"{words}: expect less on new images. There is no test split to measure the difference."
+        return f"{bias}; the test images were not used for the selection."
+    return f"{bias}: expect less on new images. There is no test split to measure the difference."
 
 
 # Sections -------------------------------------------------------------------------------------------------------------
