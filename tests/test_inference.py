@@ -214,6 +214,8 @@ EVALUATED: dict[str, Callable[[ViT, Tensor], object]] = {
         Predictor(model, device="cpu"),
         EvaluationSet(open_source("shapes:count=2,classes=2", "test"), SIZE, Preprocess()),
     ),
+    "logits": lambda model, images: Predictor(model, device="cpu").logits(images),
+    "features": lambda model, images: Predictor(model, device="cpu").features(images),
     "distance": attention.attention_distance,
     "rollout": attention.rollout,
     "maps": attention.attention_maps,
