@@ -131,20 +131,6 @@ def test_attention_to_the_neighbour_has_distance_of_one_patch() -> None:
     assert layer_distance(model, 0, attention).tolist() == [model.config.patch[1]] * model.config.heads
 
 
-def test_rollout_of_identity_is_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the class token has looked at no patch, and without one every patch has looked at itself."""
-
-    def identity(q: Tensor, *_: object) -> Tensor:
-        return torch.eye(q.shape[2]).expand(*q.shape[:2], -1, -1)
-
-    monkeypatch.setattr("plainvit.models.vit.attention_weights", identity)
-    model = model_of()
-    assert rollout(model, images_for(model), residual=False).abs().max() == 0
-    model = model_of(pool="average", class_token=False)
-    found = rollout(model, images_for(model))
-    torch.testing.assert_close(found, torch.full_like(found, 1 / model.config.tokens))
-
-
 def test_hybrids_are_measured_in_pixels_of_the_image() -> None:
     model = hybrid()
     assert model.config.grid == (6, 10)

@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 from scipy import stats
-from shell import Capture, fail, report, run
+from shell import Capture, fail, run
 from sklearn.metrics import precision_recall_fscore_support
 
 import plainvit
@@ -182,12 +182,6 @@ def test_absent_or_damaged_files_are_data_errors(both: Both, tmp_path: Path) -> 
             read_rows(tmp_path, card)
 
 
-def test_the_folder_of_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="folder of a run"):
-        evaluate_model("weights", "digits", out=tmp_path)
-
-
 # Comparison -----------------------------------------------------------------------------------------------------------
 
 
@@ -212,20 +206,6 @@ def copy_card(done: Evaluation, folder: Path, **changes: Any) -> Path:
     write_card(replace(done.card, **changes), folder)
     shutil.copy(done.folder / "images.parquet", folder)
     return folder
-
-
-def test_the_same_card_twice_is_no_difference(both: Both, capsys: Capture) -> None:
-    row = report(capsys, "compare", both[0].folder, both[0].folder)["cards"][1]
-    same = {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0, "only_first": 0, "only_this": 0}
-    assert row["difference"]["top1"] == same
-    assert row["remarks"] == ["the weights are the same"]
-
-
-def test_other_preprocessing_and_precision_are_remarks(both: Both, tmp_path: Path) -> None:
-    preprocess = both[1].card.preprocess | {"hash": "x", "image_size": [16, 16]}
-    other = copy_card(both[1], tmp_path, preprocess=preprocess, precision="bf16")
-    row = compare([both[0].folder, other])["cards"][1]
-    assert [remark.split()[0] for remark in row["remarks"]] == ["preprocessing", "precision"]
 
 
 def copy_rows(done: Evaluation, folder: Path, change: Callable[[pa.Table], pa.Table]) -> Path:
@@ -260,11 +240,18 @@ def test_cards_of_other_pixels_or_another_rule_cannot_be_compared(both: Both, tm
             compare([both[0].folder, other])
 
 
-def test_other_labels_of_shared_images_are_a_remark(both: Both, tmp_path: Path) -> None:
+def test_what_may_explain_a_difference_is_a_remark(both: Both, tmp_path: Path) -> None:
+    preprocess = both[1].card.preprocess | {"hash": "x", "image_size": [16, 16]}
+    inputs = copy_card(both[1], tmp_path / "inputs", preprocess=preprocess, precision="bf16")
     labels = both[0].result.labels.copy()
     labels[:2] = (labels[:2] + 1) % 10
-    other = copy_rows(both[0], tmp_path, lambda rows: set_column(rows, "label", labels))
-    assert "2 of the 360 shared images have different labels" in compare([both[0].folder, other])["cards"][1]["remarks"]
+    relabelled = copy_rows(both[0], tmp_path / "labels", lambda rows: set_column(rows, "label", labels))
+    rows = compare([both[0].folder, both[0].folder, inputs, relabelled])["cards"]
+    assert rows[1]["remarks"] == ["the weights are the same"]
+    same = {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0, "only_first": 0, "only_this": 0}
+    assert rows[1]["difference"]["top1"] == same
+    assert [remark.split()[0] for remark in rows[2]["remarks"]] == ["preprocessing", "precision"]
+    assert rows[3]["remarks"][1] == "2 of the 360 shared images have different labels"
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------

@@ -206,6 +206,7 @@ INVALID: dict[str, tuple[str, int, str]] = {  # name -> arguments after the mode
     "batch": ("--data digits --batch 0", 2, "batch"),
     "crop": ("--data digits --crop 1.5", 2, "crop"),
     "out": ("--data digits --out file/x", 5, "file/x"),
+    "the folder of a run": ("--data digits --out run", 2, "folder of a run"),
 }
 
 
@@ -219,7 +220,7 @@ def test_invalid_arguments_and_data_are_one_line(
     write_parquet(Path("half/test-00.parquet"), [png(1), png(2)], [6, -1])
     Path("empty/test").mkdir(parents=True)
     plant_classes(Path("photos"), {"ant": 1})
-    Path("file").touch()
+    plant(Path(), {"file": b"", "run/config.json": b"{}"})
     assert part in fail(capsys, "evaluate", model, *words.split(), code=code)
 
 

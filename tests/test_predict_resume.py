@@ -15,17 +15,15 @@ import pytest
 import tiny
 import torch
 from pictures import jpeg, plant, png
+from shell import Capture, fail
 from small_runs import Child
 
 import plainvit
-from plainvit.cli import main
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
 from plainvit.evaluate.cluster import Cluster, ModelActor, Work, _size_cluster
 from plainvit.evaluate.predict import OutputBatches, PredictionJob, predict_locally, write
 from plainvit.evaluate.predictor import Predictor
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +220,4 @@ def test_without_ray_the_install_command_is_printed(
     weights: Path, photos: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SystemExit) as caught:
-        main(["predict", str(weights), str(photos), "--engine", "ray"])
-    assert caught.value.code == 2
-    assert "pip install 'ray[data]>=2.52'" in capsys.readouterr().err
+    assert "pip install 'ray[data]>=2.52'" in fail(capsys, "predict", weights, photos, "--engine", "ray", code=2)

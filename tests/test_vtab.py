@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import small_runs
 from pictures import encode, plant
-from rich.console import Console
+from shell import Capture, fail, report
+from shell import run as run_command
 
 import plainvit
-from plainvit.cli import main
 from plainvit.config import Augment
 from plainvit.data import vtab
 from plainvit.data.decode import DataError, decode
@@ -21,9 +21,6 @@ from plainvit.models import build
 from plainvit.recipes import recipe
 from plainvit.studies import vtab as study
 from plainvit.train import run
-
-Capture = pytest.CaptureFixture[str]
-
 
 # What may be done to images -------------------------------------------------------------------------------------------
 
@@ -148,12 +145,11 @@ def test_two_tasks_from_images_to_the_table(
 ) -> None:
     root, weights = planted
     out, tasks = tmp_path / "out", ("camelyon", "dsprites-location", "svhn")
-    words = ["vtab", "--init", weights, "--data-root", str(root), "--setting", "light", "--steps", "80"]
-    words += ["--device", "cpu", "--out", str(out), "--tasks", *tasks]
-    main([*words, "--json"])
-    report = json.loads(capsys.readouterr().out)
-    assert json.loads((out / "vtab.json").read_text()) == report
-    rows, means = report["tasks"], report["means"]
+    words = ["vtab", "--init", weights, "--data-root", root, "--setting", "light", "--steps", 80]
+    words += ["--device", "cpu", "--out", out, "--tasks", *tasks]
+    result = report(capsys, *words)
+    assert json.loads((out / "vtab.json").read_text()) == result
+    rows, means = result["tasks"], result["means"]
     assert [rows[task]["state"] for task in tasks] == ["done", "done", "absent"]
     tops = [rows[task]["top1"] for task in tasks[:2]]
     assert tops[0] == 1.0  # black and white
@@ -170,31 +166,15 @@ def test_two_tasks_from_images_to_the_table(
     assert {split: one["images"] for split, one in data["splits"].items()} == {"train": 1000, "test": 40}
 
     monkeypatch.setattr(run, "train_timed", None)  # finished runs are not repeated
-    main(words)
-    table = capsys.readouterr().out
+    table = run_command(capsys, *words)[1]
     assert "svhn" in table
     assert "mean of the 2 available tasks" in table
     assert "no VTAB score: 17 of the 19 tasks are missing" in table
     stored, other = Path(weights).read_bytes(), plainvit.load(weights)
     other.embedding.weight.data += 1
     plainvit.save(other, weights)
-    with pytest.raises(SystemExit):  # the file holds other weights now
-        main(words)
+    assert "--force" in run_command(capsys, *words)[2]  # the file holds other weights now
     Path(weights).write_bytes(stored)
-    assert "--force" in capsys.readouterr().err
-
-
-def test_all_19_make_a_score() -> None:
-    rows = {
-        task: {"state": "done", "group": one.group, "top1": 0.5, "interval": [0.4, 0.6], "n": 10}
-        for task, one in vtab.TASKS.items()
-    }
-    report = study._make_report(study.base_config("weights", "paper"), rows)
-    console = Console(width=120)
-    with console.capture() as shown:
-        console.print(study.render_report(report))
-    assert "VTAB-1k       50.00" in shown.get()
-    assert "no VTAB score" not in shown.get()
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -209,13 +189,10 @@ def test_a_task_that_diverges_is_reported(
         return config.replace(optim=config.optim.replace(lr=1e6, warmup=0.0, weight_decay=1e6), max_skipped_steps=1)
 
     monkeypatch.setattr(study, "base_config", wild)
-    words = ("vtab", "--init", weights, "--data-root", str(root), "--setting", "light", "--steps", "40")
-    with pytest.raises(SystemExit) as caught:
-        main([*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--tasks", "camelyon", "--json"])
-    assert caught.value.code == 4
-    report = json.loads(capsys.readouterr().out)
-    assert report["tasks"]["camelyon"]["state"] == "diverged"
-    assert report["means"] == {}
+    words = ("vtab", "--init", weights, "--data-root", root, "--setting", "light", "--steps", "40", "--device", "cpu")
+    result = report(capsys, *words, "--out", tmp_path / "out", "--tasks", "camelyon", code=4)
+    assert result["tasks"]["camelyon"]["state"] == "diverged"
+    assert result["means"] == {}
 
 
 @pytest.mark.parametrize(
@@ -232,10 +209,4 @@ def test_wrong_arguments_are_one_line(
 ) -> None:
     root, weights = planted
     init = () if "--init" in words else ("--init", weights)
-    with pytest.raises(SystemExit) as caught:
-        main(["vtab", *init, "--data-root", str(root), "--setting", "light", *words])
-    out, err = capsys.readouterr()
-    assert caught.value.code == code
-    assert out == ""
-    assert err.count("\n") == 1
-    assert part in err
+    assert part in fail(capsys, "vtab", *init, "--data-root", root, "--setting", "light", *words, code=code)
