@@ -59,8 +59,8 @@ def run(*words: object, names: str = "", **settings: str) -> subprocess.Complete
 
 
 def rows(text: str) -> list[tuple[str, list[str], str]]:
-    found = [json.loads(line) for line in text.splitlines()]
-    return [(row["name"], [one["label"] for one in row["predictions"]], row["error"]) for row in found]
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [(row["name"], [cell["label"] for cell in row["predictions"]], row["error"]) for row in lines]
 
 
 def test_two_machines_give_the_same_rows(weights: Path, photos: Path, tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ print(json.dumps({"tried": [b"in" in one for one in tried], "ports": ports, "lef
 
 def test_a_local_cluster_needs_a_token_and_listens_on_loopback() -> None:
     done = run(sys.executable, "-c", LOOK)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["tried"] == [False, False, True]  # no token, a wrong one, and the right one
-    assert not found["left"]
-    assert all("127.0.0.1" in port for port in found["ports"])
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["tried"] == [False, False, True]  # no token, a wrong one, and the right one
+    assert not seen["left"]
+    assert all("127.0.0.1" in port for port in seen["ports"])
 
 
 # As on GPUs, of which this cluster claims one; the model itself runs on the CPU. Then sources that fail, and files that
