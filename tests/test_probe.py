@@ -90,7 +90,7 @@ def test_neighbours_equal_scikit_learns() -> None:
     x, y = clusters(700, 24, 8)
     others, _ = clusters(1500, 24, 8, seed=1)
     x, others = x.double(), others.double()
-    for k, found in probe.neighbours(x, y, 8, others, (1, 2, 20, 200)).items():
+    for k, found in probe.neighbors(x, y, 8, others, (1, 2, 20, 200)).items():
         peer = KNeighborsClassifier(
             k, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / 0.07)
         )
@@ -100,7 +100,7 @@ def test_neighbours_equal_scikit_learns() -> None:
 def test_ties_go_to_the_lower_class_and_to_the_earlier_image() -> None:
     x = torch.tensor([[1.0, 0], [0, 1.0], [0, 2.0], [0, 3.0], [-1.0, 0]])
     y = torch.tensor([4, 3, 2, 1, 0])
-    found = probe.neighbours(x, y, 5, torch.tensor([[0.0, 5.0], [1.0, 1.0], [0.0, 0.0]]), (1, 2, 3))
+    found = probe.neighbors(x, y, 5, torch.tensor([[0.0, 5.0], [1.0, 1.0], [0.0, 0.0]]), (1, 2, 3))
     # three images lie exactly on the first query: the earliest is of class 3; with equal votes the lowest class wins
     assert [int(found[k][0]) for k in (1, 2, 3)] == [3, 2, 1]
     # the second is equally far from images 0 to 3, of classes 4 3 2 1
@@ -116,9 +116,9 @@ def test_ties_go_to_the_lower_class_and_to_the_earlier_image() -> None:
         (lambda x, y: probe.solve(x, y + 1, 2), "labels"),
         (lambda x, y: probe.solve(x, y - 1, 2), "labels"),
         (lambda x, y: probe.solve(x.index_fill(0, y[:1], float("nan")), y, 2), "NaN or Inf"),
-        (lambda x, y: probe.neighbours(x, y, 2, x, ()), "k must"),
-        (lambda x, y: probe.neighbours(x, y, 2, x, (0,)), "k must"),
-        (lambda x, y: probe.neighbours(x, y, 2, x, (1, 11)), "k must"),
+        (lambda x, y: probe.neighbors(x, y, 2, x, ()), "k must"),
+        (lambda x, y: probe.neighbors(x, y, 2, x, (0,)), "k must"),
+        (lambda x, y: probe.neighbors(x, y, 2, x, (1, 11)), "k must"),
         (lambda x, y: probe.logistic(x, y, 2, -1.0), "l2"),
         (lambda x, y: probe.search_logistic(x[:2], y[:2], 2), "--linear-l2"),  # none can be held out
     ],

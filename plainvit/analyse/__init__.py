@@ -4,5 +4,5 @@ reports      report (training run), evaluation, evaluation_report, analysis (mod
 sections     headline, curves, confusion, gallery, masked: each with its figure and data
 analysis     subject (model and images), findings, explorer; drawings has their figures
 numbers      attention, embeddings
-style        figures: colours, fonts, how figures are saved
+style        figures: colors, fonts, how figures are saved
 """

@@ -58,7 +58,7 @@ def summarize(steps: np.ndarray, values: np.ndarray, buckets: int = BUCKETS) -> 
 
 # Drawing --------------------------------------------------------------------------------------------------------------
 
-# panel -> its title and its lines: (column, label, colour)
+# panel -> its title and its lines: (column, label, color)
 _PANELS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
     "loss": ("Training loss", [("loss", "mean", "blue")]),
     "top1": ("Top-1 accuracy, %", [("accuracy", "training", "grey"), ("val_top1", "validation", "blue")]),
@@ -103,8 +103,8 @@ def draw_curve(table: Table, panel: str) -> Figure:
 
 def _draw_panel(axes: Axes, table: Table, name: str) -> None:
     title, lines = _PANELS[name]
-    for column, label, colour in lines:
-        _draw_line(axes, table, column, label=label, colour=colour, scale=100 if title.endswith("%") else 1)
+    for column, label, color in lines:
+        _draw_line(axes, table, column, label=label, color=color, scale=100 if title.endswith("%") else 1)
     axes.set(title=title, xlabel="step")
     first, last = table["step"][[0, -1]]
     margin = 0.02 * (last - first) or 0.5
@@ -122,7 +122,7 @@ def _draw_panel(axes: Axes, table: Table, name: str) -> None:
         axes.legend(loc="lower right" if name == "top1" else "upper right")  # corners that are usually empty
 
 
-def _draw_line(axes: Axes, table: Table, column: str, *, label: str, colour: str, scale: float) -> None:
+def _draw_line(axes: Axes, table: Table, column: str, *, label: str, color: str, scale: float) -> None:
     is_validation = column.startswith("val_")
     steps, *values = summarize(table["step"], table[column], len(table["step"]) + 1 if is_validation else BUCKETS)
     if not len(steps):
@@ -130,7 +130,7 @@ def _draw_line(axes: Axes, table: Table, column: str, *, label: str, colour: str
     mean, low, high = np.clip(np.array(values) * scale, -1e99, 1e99)  # matplotlib's limit
     if column in _WITH_RANGE and (low < high).any():
         axes.fill_between(steps, low, high, color=COLOURS["grey"], alpha=0.4, linewidth=0, label="range")
-    axes.plot(steps, mean, color=COLOURS[colour], label=label, marker="o" if is_validation or len(steps) == 1 else "")
+    axes.plot(steps, mean, color=COLOURS[color], label=label, marker="o" if is_validation or len(steps) == 1 else "")
 
 
 def _use_log_scale_for_decades(axes: Axes) -> None:

@@ -1,6 +1,6 @@
 """Figures of an analysis: each function takes numbers and returns a figure.
 
-The title says what is drawn and its unit; colours that stand for numbers have a colour bar.
+The title says what is drawn and its unit; colors that stand for numbers have a color bar.
 """
 
 import math
@@ -41,7 +41,7 @@ def draw_filters(filters: Filters) -> Figure:
 
 @styled()
 def draw_similarity(similar: np.ndarray, title: str) -> Figure:
-    """A tile for each position: the cosine similarity of its embedding with all others (Figure 7, centre)."""
+    """A tile for each position: the cosine similarity of its embedding with all others (Figure 7, center)."""
     h, w = similar.shape[:2]
     rows, columns = choose_evenly(h, MOST_TILES), choose_evenly(w, MOST_TILES)
     gap = max(1, h // 12)
@@ -69,7 +69,7 @@ def _tile_grid(tiles: np.ndarray, gap: int) -> np.ndarray:
 
 
 def _number_tiles(axis: Axis, numbers: np.ndarray, step: int, width: int) -> None:
-    """Labels that count from 1, centred on the tiles."""
+    """Labels that count from 1, centered on the tiles."""
     axis.set_ticks(np.arange(len(numbers)) * step + (width - 1) / 2, [str(number + 1) for number in numbers])
 
 
@@ -91,9 +91,9 @@ def draw_heads(values: np.ndarray, title: str, uniform: float) -> Figure:
 
 
 def overlay_heat(image: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The map [h, w], scaled to [0, 1], as colours over the image [H, W, 3] in grey."""
+    """The map [h, w], scaled to [0, 1], as colors over the image [H, W, 3] in grey."""
     (height, width), low, high = image.shape[:2], float(values.min()), float(values.max())
     scaled = (values - low) / (high - low) if high > low else np.zeros_like(values)
     large = Image.fromarray((255 * scaled).round().astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
-    colours = 255 * colormaps["plasma"](np.asarray(large))[..., :3]
-    return (0.25 * image.mean(2, keepdims=True) + 0.75 * colours).round().astype(np.uint8)
+    colors = 255 * colormaps["plasma"](np.asarray(large))[..., :3]
+    return (0.25 * image.mean(2, keepdims=True) + 0.75 * colors).round().astype(np.uint8)

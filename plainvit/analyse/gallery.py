@@ -97,7 +97,7 @@ def draw_cells(cells: Sequence[Cell], columns: int = 0) -> Figure:
 
 def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
     axes.add_patch(Rectangle((left, top), SIDE, SIDE, facecolor=COLOURS["line"], alpha=0.45, linewidth=0, zorder=-1))
-    if cell.image is not None:  # centred; small images keep sharp pixels
+    if cell.image is not None:  # centered; small images keep sharp pixels
         height, width = cell.image.shape[:2]
         h, w = SIDE * height / max(height, width), SIDE * width / max(height, width)
         x, y = left + (SIDE - w) / 2, top + (SIDE - h) / 2
@@ -109,8 +109,8 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
     axes.text(left, top + SIDE + 0.19, truncate(cell.detail, 26, 10), fontsize=4.5, color=COLOURS["muted"], **below)
     if math.isnan(cell.probability):
         return
-    for length, colour in ((1.0, COLOURS["line"]), (cell.probability, COLOURS["blue"])):
-        axes.add_patch(Rectangle((left, top + SIDE + 0.02), SIDE * length, 0.025, facecolor=colour, linewidth=0))
+    for length, color in ((1.0, COLOURS["line"]), (cell.probability, COLOURS["blue"])):
+        axes.add_patch(Rectangle((left, top + SIDE + 0.02), SIDE * length, 0.025, facecolor=color, linewidth=0))
     percent = f"{cell.probability:.0%}"
     axes.text(left + SIDE, top + SIDE + 0.07, percent, color=COLOURS["muted"], fontsize=6.5, ha="right", **below)
 

@@ -111,11 +111,11 @@ def _anchor(title: str) -> str:
 
 def _make_stylesheet() -> str:
     light, dark = (
-        "".join(f"--{name}:{colour};" for name, colour in colours.items())
-        for colours in (figures.COLOURS | {"soft": "#f3f5f6"}, DARK | {"soft": "#1e2327"})
+        "".join(f"--{name}:{color};" for name, color in colors.items())
+        for colors in (figures.COLOURS | {"soft": "#f3f5f6"}, DARK | {"soft": "#1e2327"})
     )
-    colours = f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
-    return colours + _read("page.css")
+    colors = f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return colors + _read("page.css")
 
 
 def _read(name: str) -> str:

@@ -73,7 +73,7 @@ def _summarize(run: Run) -> Html:
 
 
 def _describe_training(run: Run) -> str:
-    """Model, initialisation, objective and data."""
+    """Model, initialization, objective and data."""
     init, data = run.config.get("init"), run.config.get("data")
     text = _describe_model(run.config.get("model") or {}, init)
     text += f", fine-tuned from {init}" if init else ", trained from scratch"

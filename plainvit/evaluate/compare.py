@@ -175,10 +175,10 @@ def _compare_accuracy(left: np.ndarray, right: np.ndarray) -> dict[str, Any]:
 
 def _compare_means(differences: np.ndarray) -> dict[str, Any]:
     """The mean difference with its interval and the p-value of a z-test."""
-    centre, ends = float(differences.mean()), list(statistics.mean_interval(differences))
+    center, ends = float(differences.mean()), list(statistics.mean_interval(differences))
     error = (ends[1] - ends[0]) / 2 / statistics.Z
-    p = math.erfc(abs(centre) / error / math.sqrt(2)) if error > 0 else math.nan if error else float(centre == 0)
-    return {"difference": centre, "interval": ends, "p": p}
+    p = math.erfc(abs(center) / error / math.sqrt(2)) if error > 0 else math.nan if error else float(center == 0)
+    return {"difference": center, "interval": ends, "p": p}
 
 
 def published(card: Card) -> list[dict[str, Any]]:

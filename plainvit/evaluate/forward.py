@@ -16,7 +16,7 @@ from plainvit.models import Trace, create
 
 
 def report(name: str, image_size: int = 224, seed: int = 0) -> dict[str, Any]:
-    """Settings of a named model, and shape, mean and std of each intermediate for a colour gradient."""
+    """Settings of a named model, and shape, mean and std of each intermediate for a color gradient."""
     model = create(name, image_size=image_size, seed=seed).eval()
     pixels = make_gradient(image_size)
     trace = Trace("*")

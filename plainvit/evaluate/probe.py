@@ -1,7 +1,7 @@
-"""Probes of features [N, D] with labels: few-shot least squares, nearest neighbours, logistic regression.
+"""Probes of features [N, D] with labels: few-shot least squares, nearest neighbors, logistic regression.
 
     solve(features, labels, classes, l2=1024).predict(others)
-    neighbours(features, labels, classes, others, ks=(1, 20))
+    neighbors(features, labels, classes, others, ks=(1, 20))
     logistic(features, labels, classes, l2=1e-3).predict(others)
 
 Few-shot is the paper's measure (4.1): l2-regularized least squares onto {-1, 1}, with the constants of big_vision's
@@ -92,17 +92,17 @@ def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> Lin
     return LinearClassifier(mean, std, torch.linalg.solve(gram, cross), bias)
 
 
-# Nearest neighbours ---------------------------------------------------------------------------------------------------
+# Nearest neighbors ---------------------------------------------------------------------------------------------------
 
 
-def neighbours(
+def neighbors(
     features: Tensor,
     labels: Tensor,
     classes: int,
     others: Tensor,
     ks: Sequence[int] = KS,
 ) -> dict[int, Tensor]:
-    """Predicted classes for each k, by cosine similarity: a neighbour has exp(cosine / TEMPERATURE) votes.
+    """Predicted classes for each k, by cosine similarity: a neighbor has exp(cosine / TEMPERATURE) votes.
 
     Ties go to the earlier image and to the lower class. A zero vector has cosine 0 to all others.
     """

@@ -24,8 +24,8 @@ FEW = 9  # up to so many classes top-5 is nearly always right and not reported
 def wilson(right: float, images: int) -> tuple[float, float]:
     """95 % interval of a proportion."""
     p = right / images
-    centre, half = p + Z * Z / (2 * images), Z * math.sqrt(p * (1 - p) / images + Z * Z / (4 * images * images))
-    low, high = (centre - half) / (1 + Z * Z / images), (centre + half) / (1 + Z * Z / images)
+    center, half = p + Z * Z / (2 * images), Z * math.sqrt(p * (1 - p) / images + Z * Z / (4 * images * images))
+    low, high = (center - half) / (1 + Z * Z / images), (center + half) / (1 + Z * Z / images)
     return max(low, 0.0), min(high, 1.0)  # rounding may exceed them
 
 
