@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
+from pictures import plant_classes
 from scipy import stats
-from shell import Capture, fail, run
+from shell import Capture, fail, run, save_model
 from sklearn.metrics import precision_recall_fscore_support
 
 import plainvit
@@ -252,6 +253,18 @@ def test_what_may_explain_a_difference_is_a_remark(both: Both, tmp_path: Path) -
     assert rows[1]["difference"]["top1"] == same
     assert [remark.split()[0] for remark in rows[2]["remarks"]] == ["preprocessing", "precision"]
     assert rows[3]["remarks"][1] == "2 of the 360 shared images have different labels"
+
+
+def test_few_classes_have_no_top_5_and_one_image_no_interval(tmp_path: Path, capsys: Capture) -> None:
+    plant_classes(tmp_path / "photos", {"ant": 1, "bee": 1})
+    (tmp_path / "photos" / "bee" / "0.png").write_bytes(b"unreadable")
+    model = save_model(tmp_path / "model.safetensors", ("ant", "bee"), classes=2)
+    tables = [run(capsys, "evaluate", model, "--data", tmp_path / "photos", "--out", tmp_path, "--device", "cpu")[1]]
+    tables.append(run(capsys, "compare", tmp_path, tmp_path)[1])
+    for table in tables:
+        assert "NLL" in table
+        assert "nan" not in table.replace(str(tmp_path), "")
+        assert "top-5" not in table
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------

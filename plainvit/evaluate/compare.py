@@ -95,6 +95,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
         "path": str(entry.path),
         "model": card.name,
         "weights": card.model["weights"],
+        "classes": card.model["config"].get("classes", 0),
         "images": card.images,
         "unreadable": card.unreadable,
         "metrics": card.metrics,
@@ -212,7 +213,8 @@ def table(report: dict[str, Any]) -> Group:
 
 def _make_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row per card, a column per metric."""
-    metrics = [name for name in TITLES if any(name in row["metrics"] for row in rows)]
+    hidden = () if _has_many_classes(rows) else ("top5",)
+    metrics = [name for name in TITLES if name not in hidden and any(name in row["metrics"] for row in rows)]
     shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     shown.add_column("", overflow="fold", min_width=8)
     for title in (*(HEADINGS[name] for name in metrics), "images"):
@@ -251,11 +253,12 @@ def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Tex
     same = shared == row["images"] == first["images"]
     images = "the same images" if same else f"{shared:,} shared of {first['images']:,} and {row['images']:,} images"
     lines = [Text(f"{row['name']} - {first['name']}, on {images}:")]
-    for name in ("top1", "top5", "nll"):
+    for name in ("top1", "top5", "nll") if _has_many_classes([row]) else ("top1", "nll"):
         result = row["difference"][name]
         scale, unit, digits = (1, "", 4) if name == "nll" else (100, " points", 2)
         change, low, high = (f"{scale * value:+.{digits}f}" for value in (result["difference"], *result["interval"]))
-        lines.append(Text(f"  {TITLES[name]} {change}{unit}, 95 % {low} to {high}, {_describe_p(result['p'])}"))
+        interval = "no interval" if math.isnan(result["interval"][0]) else f"95 % {low} to {high}"
+        lines.append(Text(f"  {TITLES[name]} {change}{unit}, {interval}, {_describe_p(result['p'])}"))
         if name != "nll":
             counts = f"{row['name']}: {result['only_this']}, only in {first['name']}: {result['only_first']}"
             lines.append(Text(f"    correct only in {counts}"))
@@ -264,6 +267,11 @@ def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Tex
         more = f", and {len(changes) - MAX_SETTINGS} more (--json)" if len(changes) > MAX_SETTINGS else ""
         lines.append(Text(f"  settings that differ: {', '.join(changes[:MAX_SETTINGS])}{more}"))
     return lines + [Text(f"  {remark}", style="yellow") for remark in row["remarks"]]
+
+
+def _has_many_classes(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether top-5 is worth showing."""
+    return any(row["classes"] > statistics.FEW for row in rows)
 
 
 def to_unit(name: str, value: float) -> str:
