@@ -60,7 +60,9 @@ def test_no_command_prints_what_acts_on_a_terminal(
 
 
 def test_markup_in_names_is_shown_and_not_interpreted(model: Path, photos: Path, capsys: Capture) -> None:
-    assert MARKUP in " ".join(run(capsys, "inspect", model)[1].split())
+    out = " ".join(run(capsys, "inspect", model)[1].split())
+    assert MARKUP in out
+    assert f"{MARKUP} ..." not in out  # there are two classes
     code, out, _ = run(capsys, "data", "check", photos)
     assert code == 3
     assert "[red]bad" in out

@@ -37,6 +37,7 @@ class LinearClassifier:
     std: Tensor  # [D]
     weights: Tensor  # [D, K]
     bias: Tensor  # [K]
+    converged: bool = True  # False if the optimizer stopped before the minimum
 
     def scores(self, features: Tensor) -> Tensor:
         """[M, K]."""
@@ -138,13 +139,6 @@ def _find_nearest(cosines: Tensor, k: int) -> tuple[Tensor, Tensor]:
 # Linear probe ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Logistic(LinearClassifier):
-    """A softmax classifier."""
-
-    converged: bool
-
-
 def logistic(
     features: Tensor,
     labels: Tensor,
@@ -153,8 +147,8 @@ def logistic(
     *,
     steps: int = 500,
     tolerance: float = 1e-6,
-    start: Logistic | None = None,
-) -> Logistic:
+    start: LinearClassifier | None = None,
+) -> LinearClassifier:
     """Minimizes mean cross-entropy + l2 / 2 |weights|^2, without a penalty on the bias, by full-batch L-BFGS.
 
     scikit-learn's LogisticRegression with C = 1 / (l2 N) has the same minimum on standardized features.
@@ -185,7 +179,7 @@ def logistic(
     optimizer.step(objective)  # pyright: ignore[reportArgumentType]
     objective()  # sets the gradients of the last step
     gradient = max(float(parameter.grad.abs().max()) for parameter in (weights, bias) if parameter.grad is not None)
-    return Logistic(mean, std, weights.detach(), bias.detach(), gradient <= 2 * tolerance)
+    return LinearClassifier(mean, std, weights.detach(), bias.detach(), gradient <= 2 * tolerance)
 
 
 def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,7 +198,7 @@ def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) 
 
 def search_logistic(
     features: Tensor, labels: Tensor, classes: int, l2s: Sequence[float] = LINEAR_L2
-) -> tuple[Logistic, float, dict[float, float]]:
+) -> tuple[LinearClassifier, float, dict[float, float]]:
     """Returns the probe on all images, its l2, and the held-out accuracy of each l2; a single l2 is not evaluated.
 
     Each fit starts from the fit of the next larger l2. `choose_best` decides between equals.
@@ -213,8 +207,8 @@ def search_logistic(
         return logistic(features, labels, classes, l2s[0]), l2s[0], {}
     fitted, held_out = _hold_out(labels.numpy(), classes)
     tried: dict[float, float] = {}
-    fits: dict[float, Logistic] = {}
-    last: Logistic | None = None
+    fits: dict[float, LinearClassifier] = {}
+    last: LinearClassifier | None = None
     for l2 in sorted(l2s, reverse=True):
         last = fits[l2] = logistic(features[fitted], labels[fitted], classes, l2, start=last)
         tried[l2] = float((last.predict(features[held_out]) == labels[held_out]).double().mean())
