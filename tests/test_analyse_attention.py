@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import bit, hybrid, vit
+from tiny import hybrid, vit
 from torch import Tensor
 
 from plainvit.analyse.attention import (
@@ -145,12 +145,6 @@ def test_axial_layers_attend_along_one_axis() -> None:
     assert attention_distance(model, images_for(model)).shape == (len(model.blocks), model.config.heads)
     with pytest.raises(ValueError, match="axial"):
         rollout(model, images_for(model))
-
-
-def test_a_resnet_has_no_attention() -> None:
-    for analysis in (attention_distance, rollout, attention_maps, relevance):
-        with pytest.raises(ValueError, match="no attention"):
-            analysis(bit(), torch.zeros(1, 3, 64, 64))
 
 
 def test_splitting_batches_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:

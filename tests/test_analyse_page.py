@@ -113,11 +113,6 @@ def test_cells_of_pooled_maps_are_sums_over_patches() -> None:
     assert [view.grey.shape for view in views] == [(16, 6 + 1)] * 3 + [(16, 15 + 1)] * 4
 
 
-def test_the_head_of_a_distilled_model_reads_two_tokens() -> None:
-    data = embedded(explorer_section(make_subject(vit(distillation=True).float(), 1))[0].body)
-    assert data["reads"] == "class token and the distillation token"
-
-
 # How large it grows ---------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import small_runs
 import tiny
 import torch
 from pictures import jpeg, plant, png
@@ -210,6 +211,13 @@ def test_an_actor_gives_the_rows_of_one_machine_and_errors_as_values(
     local = dict(predict_locally(job, source, np.arange(2), workers=0))
     for step, rows in zip(found["step"], found["rows"], strict=True):
         assert pa.ipc.open_stream(rows).read_all().equals(local[step])
+    for error, message in (
+        (RuntimeError("no such thing"), "the Ray job failed: RuntimeError: no such thing"),
+        (ValueError("of its own"), "of its own"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "read", small_runs.fail(error))
+            assert ModelActor(work)({"item": np.arange(2)})["error"] == [message]
     (photos / "0.jpg").unlink()
     lost = ModelActor(work)({"item": np.arange(2)})
     assert lost["kind"] == ["DataError"]
