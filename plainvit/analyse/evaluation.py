@@ -77,7 +77,7 @@ def evaluate_model(
 
     def open_model_and_data() -> tuple[Predictor, Labels]:
         source = choose_split(model, data, split, data_root)  # first: it opens faster than weights and fails more often
-        predictor = Predictor(model, device=world.device, **options, **(preprocess or {}))
+        predictor = Predictor(model, device=world.device, **options | (preprocess or {}))
         if not predictor.classes:
             raise ValueError(f"{model} has no classification head: fine-tune it first, or evaluate other weights")
         return predictor, align(source, predictor.classes, predictor.class_names, data_root=data_root)
