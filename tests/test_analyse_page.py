@@ -171,6 +171,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("page")
     model = vit(dtype=torch.float32, image_size=(32, 32), depth=2)
     model.about = About(class_names=tuple(f"{HOSTILE[at % 4]} {at}" for at in range(7)))
+    model.head.bias.data[0] = 100.0  # every image is of the first class, whose name would close the script element
     weights = root / "<b onclick=alert(1)>.safetensors"
     plainvit.save(model, weights)
     (root / "photos").mkdir()
