@@ -37,6 +37,13 @@ def test_augmentations_that_would_change_labels_are_disabled() -> None:
         assert found.replace(flip=0.5, crop="random") == given
 
 
+def test_the_papers_setting_and_a_shorter_warm_up_for_fewer_steps() -> None:
+    """Table 4 and section 4.1: 2,500 steps, rate 0.01, 384 pixels, batches of 512."""
+    config = study.base_config("weights", "paper")
+    assert (config.steps, config.optim.lr, config.image_size, config.batch) == (2500, 0.01, 384, 512)
+    assert study.base_config("weights", "paper", steps=100).optim.warmup * 100 == pytest.approx(8)  # 200 of 2,500
+
+
 # Means ----------------------------------------------------------------------------------------------------------------
 
 
