@@ -330,13 +330,10 @@ def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet"
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim": {"lr": 0.001}} -> {"optim.lr": 0.001}, as the flags are named; without the kind of the whole."""
+    """{"optim": {"lr": 0.001}} -> {"optim.lr": 0.001}, as the flags are named."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        elif key != "kind" or prefix:
-            flat[prefix + key] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return flat
 
 

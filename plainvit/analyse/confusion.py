@@ -124,9 +124,9 @@ def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], dat
     seen = np.flatnonzero(images > 0)
     order = seen[np.lexsort((seen, -images[seen], recall[seen]))]  # ties: more images first
     rows = []
-    for at in order.tolist():
-        ratios = (page.percent(float(numbers[name][at])) for name in ("recall", "precision", "f1"))
-        rows.append((page.join((classes[at], page.bar(float(recall[at])))), *ratios, f"{images[at]:,.0f}"))
+    for label in order.tolist():
+        ratios = (page.percent(float(numbers[name][label])) for name in ("recall", "precision", "f1"))
+        rows.append((page.join((classes[label], page.bar(float(recall[label])))), *ratios, f"{images[label]:,.0f}"))
     text = f"Lowest recall (accuracy within the class) first. Mean recall: {page.percent(recall[seen].mean())}."
     unseen = len(images) - len(seen)
     text += f" {page.pluralize(unseen, 'class', 'classes')} without images." if unseen else ""

@@ -61,7 +61,8 @@ def choose_evenly(count: int, most: int = MOST) -> np.ndarray:
 
 def contact_sheet(source: Source, index: Sequence[int] | np.ndarray, rows: Sequence[Mapping[str, Any]]) -> Figure:
     """The images at `index` with their rows as `plainvit predict` writes them."""
-    return draw_cells([_prediction_cell(source, int(at), row) for at, row in zip(index, rows, strict=True)])
+    pairs = zip(np.asarray(index).tolist(), rows, strict=True)
+    return draw_cells([_prediction_cell(source, position, row) for position, row in pairs])
 
 
 def _prediction_cell(source: Source, index: int, row: Mapping[str, Any]) -> Cell:

@@ -125,8 +125,8 @@ def _read(name: str) -> str:
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Html:
     """A table; the columns in `numbers` are right-aligned."""
     aligned = dict.fromkeys(numbers, "number")
-    head = element("tr", *(element("th", title, class_=aligned.get(at)) for at, title in enumerate(titles)))
-    cells = ([element("td", value, class_=aligned.get(at)) for at, value in enumerate(row)] for row in rows)
+    head = element("tr", *(element("th", title, class_=aligned.get(column)) for column, title in enumerate(titles)))
+    cells = ([element("td", value, class_=aligned.get(column)) for column, value in enumerate(row)] for row in rows)
     body = [element("tr", *row) for row in cells]
     return element("div", element("table", element("thead", head), element("tbody", *body)), class_="scroll")
 

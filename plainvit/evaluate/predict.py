@@ -182,7 +182,8 @@ def predict_batches(job: PredictionJob, source: Source, index: np.ndarray, batch
     while pending:
         (batch, output), pending = pending, next(started, None)
         positions, bad = index[batch.index], dict(batch.bad)
-        names, errors = [source.name(int(at)) for at in positions], [bad.get(int(at)) for at in batch.index]
+        names = [source.name(position) for position in positions.tolist()]
+        errors = [bad.get(position) for position in batch.index.tolist()]
         yield int(positions[0]) // job.batch, job.rows(output, names, errors)
 
 
