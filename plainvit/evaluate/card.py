@@ -209,6 +209,9 @@ def _find_faults(card: dict[str, Any]) -> Iterator[str]:
     for part, key in REQUIRED:
         if not isinstance(card[part].get(key), str):
             yield f"{part}.{key} is missing or invalid"
+    config = card["model"].get("config")
+    if not isinstance(config, dict) or not isinstance(config.get("classes"), int):
+        yield "model.config is missing or invalid"
     for name in ("top1", "top5"):
         count, images = card["counts"].get(name), card["images"]
         if not isinstance(count, int) or images < 1 or card["metrics"].get(name) != count / images:

@@ -95,7 +95,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
         "path": str(entry.path),
         "model": card.name,
         "weights": card.model["weights"],
-        "classes": card.model["config"].get("classes", 0),
+        "classes": card.model["config"]["classes"],
         "images": card.images,
         "unreadable": card.unreadable,
         "metrics": card.metrics,
@@ -129,7 +129,7 @@ def compare_settings(a: Entry, b: Entry) -> dict[str, list[Any]]:
     """{"model.posemb": ["1d", "none"]}: different settings of the runs or, if one is unknown, of the models."""
     ours, theirs = a.settings, b.settings
     if not ours or not theirs:
-        ours, theirs = (flatten({"model": entry.card.model.get("config", {})}) for entry in (a, b))
+        ours, theirs = (flatten({"model": entry.card.model["config"]}) for entry in (a, b))
     return {key: [ours.get(key), theirs.get(key)] for key in ours | theirs if ours.get(key) != theirs.get(key)}
 
 
