@@ -329,6 +329,14 @@ def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet"
         raise ValueError(f"invalid {kind} config: {error}") from error
 
 
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 0.001}} -> {"optim.lr": 0.001}, as the flags are named."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
 def differences(old: Checked, new: Checked, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """The fields that differ between two configs, with both values: {'optim.lr': (0.001, 0.01)}."""
     changed: dict[str, tuple[Any, Any]] = {}

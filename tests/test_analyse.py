@@ -14,6 +14,7 @@ import tiny
 import torch
 from pictures import plant, plant_classes, png
 from PIL import Image
+from shell import Capture, fail, report
 from small_runs import fail as fail_with
 from small_runs import without_figures
 from tiny import filled, hybrid, vit
@@ -24,7 +25,6 @@ from plainvit.analyse.attention import NotApplicableError
 from plainvit.analyse.explorer import explorer_section
 from plainvit.analyse.findings import analyse_filters
 from plainvit.analyse.subject import Subject, gather, open_images
-from plainvit.cli import main
 from plainvit.config import About, Augment, Config, Optim, ViTConfig
 from plainvit.data.decode import DataError
 from plainvit.data.generated import Shapes
@@ -105,10 +105,6 @@ def test_each_model_kind_gets_the_applicable_figures(kind: str) -> None:
         assert "explorer-data" in explorer_section(subject)[0].body
 
 
-def test_one_image_is_enough() -> None:
-    assert run_all(make_subject(vit(), 1)) == (ALL, [])
-
-
 # What is written ------------------------------------------------------------------------------------------------------
 
 
@@ -123,12 +119,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_analysis_writes_figures_data_and_page(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--data", str(folder / "photos"), "--out", str(tmp_path), "--count", "6", "--device", "cpu", "--json"]
-    main(["analyse", str(folder / "model.safetensors"), *words])
-    printed = json.loads(capsys.readouterr().out)
+def test_analysis_writes_figures_data_and_page(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    words = ("--data", folder / "photos", "--out", tmp_path, "--count", 6, "--device", "cpu")
+    printed = report(capsys, "analyse", folder / "model.safetensors", *words)
     assert Path(printed["report"]) == tmp_path / "analysis.html"
     assert {Path(path).stem for path in printed["figures"]} == ALL
     assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == ALL
@@ -184,43 +177,37 @@ def test_display_names() -> None:
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def fail(words: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["analyse", *words, "--device", "cpu"])
-    message = capsys.readouterr().err.strip()
-    assert ended.value.code == code
-    assert len(message.splitlines()) == 1
-    return message
+INVALID = [  # arguments after the model, exit code, part of the message
+    ("", 2, "--data"),
+    ("--data photos --count 0", 2, "--count"),
+    ("--data photos --split tset", 2, "split 'tset' is unknown; nearest: test"),
+    ("--data photos --split train", 3, "no train split"),
+    ("--data photos --out file", 5, "file"),
+    ("--data no/such/folder", 3, "no folder or list"),
+    ("--data tiny-imagnet", 2, "'tiny-imagnet' is neither"),
+    ("--data empty", 3, "no images"),
+    ("--data broken", 3, "a.png: "),
+]
 
 
-def test_invalid_input_exits_with_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, photos = str(folder / "model.safetensors"), ["--data", str(folder / "photos")]
-    assert "--data" in fail([model], capsys, 2)
-    assert "--count" in fail([model, *photos, "--count", "0"], capsys, 2)
-    assert "split 'tset' is unknown; nearest: test" in fail([model, *photos, "--split", "tset"], capsys, 2)
-    assert "no train split" in fail([model, *photos, "--split", "train"], capsys, 3)
-    assert "no folder or list" in fail([model, "--data", "no/such/folder"], capsys, 3)
-    assert "'tiny-imagnet' is neither" in fail([model, "--data", "tiny-imagnet"], capsys, 2)
-    (tmp_path / "empty").mkdir()
-    assert "no images" in fail([model, "--data", str(tmp_path / "empty")], capsys, 3)
-    plant(tmp_path / "broken", {"a.png": b"no picture", "b.jpg": b"nor this"})
-    assert "a.png: " in fail([model, "--data", str(tmp_path / "broken")], capsys, 3)
+@pytest.mark.parametrize(("words", "code", "part"), INVALID)
+def test_invalid_input_is_one_line(
+    words: str, code: int, part: str, folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("empty").mkdir(exist_ok=True)
+    plant(Path(), {"file": b"in the way", "broken/a.png": b"no picture", "broken/b.jpg": b"nor this"})
+    assert part in fail(capsys, "analyse", "model.safetensors", *words.split(), "--device", "cpu", code=code)
 
 
 def test_unavailable_published_weights_suggest_alternatives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    said = fail(["vit_s16_augreg_i21k_i1k_224", "--data", "digits"], capsys, 2)
-    assert "hf download" in said
-    assert "plainvit train pixels" in said
-
-
-def test_out_that_is_a_file_exits_with_5(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("in the way")
-    words = [str(folder / "model.safetensors"), "--data", str(folder / "photos"), "--out", str(tmp_path / "file")]
-    assert str(tmp_path / "file") in fail(words, capsys, 5)
+    message = fail(capsys, "analyse", "vit_s16_augreg_i21k_i1k_224", "--data", "digits", code=2)
+    assert "hf download" in message
+    assert "plainvit train pixels" in message
 
 
 def test_unreadable_images_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -247,11 +234,8 @@ def test_an_analysis_that_does_not_apply_keeps_its_earlier_findings(monkeypatch:
 
     monkeypatch.setattr("plainvit.analyse.analysis.ANALYSES", {"halves": analyse})
     assert run_all(make_subject(vit())) == ({"filters"}, ["Omitted: halves (no more of it)."])
-
-
-def test_an_unexpected_error_is_not_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plainvit.analyse.analysis.ANALYSES", {"broken": fail_with(ValueError("shapes differ"))})
-    with pytest.raises(ValueError, match="shapes differ"):
+    with pytest.raises(ValueError, match="shapes differ"):  # any other error is not a note
         run_all(make_subject(vit()))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import bit, hybrid, vit
+from tiny import hybrid, vit
 from torch import Tensor
 
 from plainvit.analyse.attention import (
@@ -131,20 +131,6 @@ def test_attention_to_the_neighbour_has_distance_of_one_patch() -> None:
     assert layer_distance(model, 0, attention).tolist() == [model.config.patch[1]] * model.config.heads
 
 
-def test_rollout_of_identity_is_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the class token has looked at no patch, and without one every patch has looked at itself."""
-
-    def identity(q: Tensor, *_: object) -> Tensor:
-        return torch.eye(q.shape[2]).expand(*q.shape[:2], -1, -1)
-
-    monkeypatch.setattr("plainvit.models.vit.attention_weights", identity)
-    model = model_of()
-    assert rollout(model, images_for(model), residual=False).abs().max() == 0
-    model = model_of(pool="average", class_token=False)
-    found = rollout(model, images_for(model))
-    torch.testing.assert_close(found, torch.full_like(found, 1 / model.config.tokens))
-
-
 def test_hybrids_are_measured_in_pixels_of_the_image() -> None:
     model = hybrid()
     assert model.config.grid == (6, 10)
@@ -159,12 +145,6 @@ def test_axial_layers_attend_along_one_axis() -> None:
     assert attention_distance(model, images_for(model)).shape == (len(model.blocks), model.config.heads)
     with pytest.raises(ValueError, match="axial"):
         rollout(model, images_for(model))
-
-
-def test_a_resnet_has_no_attention() -> None:
-    for analysis in (attention_distance, rollout, attention_maps, relevance):
-        with pytest.raises(ValueError, match="no attention"):
-            analysis(bit(), torch.zeros(1, 3, 64, 64))
 
 
 def test_splitting_batches_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from plainvit.cli import main
 from plainvit.config import About, Preprocess
 from plainvit.data.sources import Source, open_source
 from plainvit.data.splits import choose_split
-from plainvit.evaluate.classify import Prepared, Result, classify
+from plainvit.evaluate.classify import EvaluationSet, classify
+from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
 
 # Metrics --------------------------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def scores(count: int = 400, classes: int = 7) -> tuple[np.ndarray, np.ndarray, 
     given = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     order = np.argsort(-given, axis=1)[:, :5]
     nll = -np.log(given[np.arange(count), labels])
-    return labels, given, Result(labels, order, given.max(1), nll, np.arange(count), classes)
+    return labels, given, Result(labels, order, order == labels[:, None], given.max(1), nll, np.arange(count), classes)
 
 
 def test_metrics_equal_scikit_learns() -> None:
@@ -50,12 +51,11 @@ def test_metrics_equal_scikit_learns() -> None:
     assert result.top5 == sk.top_k_accuracy_score(labels, given, k=5, labels=known)
     assert result.numbers()["nll"] == pytest.approx(sk.log_loss(labels, given, labels=known), rel=1e-12)
     assert (result.confusion == sk.confusion_matrix(labels, given.argmax(1), labels=known)).all()
-    found = result.by_class()
+    metrics = result.by_class()
     expected = sk.precision_recall_fscore_support(labels, given.argmax(1), labels=known, zero_division=0)
     for name, column in zip(("precision", "recall", "f1", "images"), expected, strict=True):
-        np.testing.assert_allclose(found[name], column, rtol=1e-12, err_msg=name)
-    assert found["recall"][2] == 0
-    assert found["images"][6] == 0
+        np.testing.assert_allclose(metrics[name], column, rtol=1e-12, err_msg=name)
+    assert (metrics["recall"][2], metrics["images"][6]) == (0, 0)
 
 
 def test_the_calibration_error_equals_that_of_scikit_learns_bins() -> None:
@@ -78,7 +78,7 @@ def test_counts_are_the_same_for_any_batch(batch: int) -> None:
     model = tiny.vit(torch.float32, image_size=(8, 8), classes=10)
     source = open_source("digits", "test")
     predictor = Predictor(model, device="cpu")
-    result = classify(predictor, Prepared(source, (8, 8), Preprocess(), batch=batch))
+    result = classify(predictor, EvaluationSet(source, (8, 8), Preprocess(), batch=batch))
     logits = predictor.logits(predictor.stack(source.image(index) for index in range(len(source))))
     assert len(result.labels) == len(source)
     assert result.index.tolist() == list(range(len(source)))
@@ -137,8 +137,8 @@ def test_small_sets_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plainvit.evaluate.classify.CACHE_BYTES", 3 * 8 * 8 * 4)
     for images, keep, reads in ((4, True, 4), (4, False, 8), (5, True, 10)):
         source = Counted(images)
-        prepared = Prepared(source, (8, 8), Preprocess(), keep=keep)
-        assert [len(batch.images) for _ in range(2) for batch in prepared.batches()] == [images, images]
+        evaluation_set = EvaluationSet(source, (8, 8), Preprocess(), keep=keep)
+        assert [len(batch.images) for _ in range(2) for batch in evaluation_set.batches()] == [images, images]
         assert source.reads == reads
 
 
@@ -166,52 +166,68 @@ def test_a_folder_without_splits_is_evaluated_completely(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("no_report", "no_figures")
-def test_a_run_is_evaluated_on_its_held_out_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    photos = plant_classes(tmp_path / "photos", {"ant": 10, "bee": 10})
-    config = small_runs.config(data=str(photos), holdout=0.2, steps=2, batch=4)
+def test_a_run_is_evaluated_on_its_held_out_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Known by their content, so the path of the data may be another one than in training."""
+    plant_classes(tmp_path / "photos", {"ant": 10, "bee": 10})
+    monkeypatch.chdir(tmp_path)
+    config = small_runs.config(data="photos", holdout=0.2, steps=2, batch=4)
     run = plainvit.fit(config, tmp_path / "run", quiet=True)
-    done = evaluated(tmp_path / "run", photos, tmp_path / "own")
+    done = evaluated(run.folder, Path("photos"), tmp_path / "own")
     assert "3 that the run held out" in caplog.text
     assert len(done.result.index) == 3
     assert done.card.metrics["top1"] == pytest.approx(run.numbers["val"]["top1"])
-    evaluated(tmp_path / "run", photos, tmp_path / "train", split="train")
+    evaluated(run.folder, Path("photos"), tmp_path / "train", split="train")
     assert "trained on these images" in caplog.text
-    weights = tmp_path / "run" / "model.safetensors"
-    named = ((run.folder, f"{photos}/", ""), (weights, str(photos), ""), (run.folder, str(photos), "val"))
-    assert [len(choose_split(*words, None)) for words in named] == [3, 3, 3]
-    looked = gather(Predictor(run.folder, device="cpu"), str(photos), "", "", 128, run.folder)
-    assert (len(looked.images), looked.description) == (3, "held-out images of the run")
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_a_run_finds_its_images_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By content, so the path of the data may be another one than in training."""
-    plant_classes(tmp_path / "photos", {"ant": 10, "bee": 10})
-    monkeypatch.chdir(tmp_path)
-    plainvit.fit(small_runs.config(data="photos", holdout=0.2, steps=2, batch=4), "run", quiet=True)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert len(choose_split("../run", "../photos", "", None)) == 3
+    subject = gather(Predictor(run.folder, device="cpu"), "photos", "", "", 128, run.folder)
+    assert (len(subject.images), subject.description) == (3, "held-out images of the run")
+    given = (
+        (run.folder, "photos/", ""),
+        (run.folder / "model.safetensors", "photos", ""),
+        (run.folder, "photos", "val"),
+    )
+    assert [len(choose_split(*words, None)) for words in given] == [3, 3, 3]
     (tmp_path / "photos").rename(tmp_path / "moved")
-    assert len(choose_split("../run", "../moved", "", None)) == 3
+    assert len(choose_split("run", "moved", "", None)) == 3
     plant_classes(tmp_path / "others", {"ant": 10, "bee": 10}, start=100)  # new images of the same names
-    assert len(choose_split("../run", "../others", "", None)) == 20
+    assert len(choose_split("run", "others", "", None)) == 20
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-def test_invalid_data_is_one_line(tmp_path: Path, capsys: Capture) -> None:
-    model = str(save_model(tmp_path / "model.safetensors", classes=7))
-    assert "7 classes" in fail(capsys, "evaluate", model, "--data", "digits")
-    write_parquet(tmp_path / "bare" / "test-00.parquet", [png(1), png(2)], None)
-    assert "2 of 2 images" in fail(capsys, "evaluate", model, "--data", str(tmp_path / "bare"))
-    write_parquet(tmp_path / "half" / "test-00.parquet", [png(1), png(2)], [6, -1])
-    assert "1 of 2 images" in fail(capsys, "evaluate", model, "--data", str(tmp_path / "half"))
-    (tmp_path / "empty" / "test").mkdir(parents=True)
-    fail(capsys, "evaluate", model, "--data", str(tmp_path / "empty"))
-    plant_classes(tmp_path / "photos", {"ant": 1})
-    assert "--split" in fail(capsys, "evaluate", model, "--data", str(tmp_path / "photos"), "--split", "test")
+INVALID: dict[str, tuple[str, int, str]] = {  # name -> arguments after the model, exit code, part of the message
+    "other classes": ("--data digits", 3, "7 classes"),
+    "no labels": ("--data bare", 3, "2 of 2 images"),
+    "a label is missing": ("--data half", 3, "1 of 2 images"),
+    "no images": ("--data empty", 3, "empty"),
+    "no such split": ("--data photos --split test", 3, "--split"),
+    "batch": ("--data digits --batch 0", 2, "batch"),
+    "crop": ("--data digits --crop 1.5", 2, "crop"),
+    "out": ("--data digits --out file/x", 5, "file/x"),
+    "the folder of a run": ("--data digits --out run", 2, "folder of a run"),
+}
+
+
+@pytest.mark.parametrize(("words", "code", "part"), INVALID.values(), ids=INVALID)
+def test_invalid_arguments_and_data_are_one_line(
+    words: str, code: int, part: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = save_model(Path("model.safetensors"), classes=7)
+    write_parquet(Path("bare/test-00.parquet"), [png(1), png(2)], None)
+    write_parquet(Path("half/test-00.parquet"), [png(1), png(2)], [6, -1])
+    Path("empty/test").mkdir(parents=True)
+    plant_classes(Path("photos"), {"ant": 1})
+    plant(Path(), {"file": b"", "run/config.json": b"{}"})
+    assert part in fail(capsys, "evaluate", model, *words.split(), code=code)
+
+
+def test_models_without_a_head_or_a_file_are_one_line(tmp_path: Path, capsys: Capture) -> None:
+    headless = save_model(tmp_path / "headless.safetensors", classes=0)
+    assert "head" in fail(capsys, "evaluate", headless, "--data", "digits", code=2)
+    fail(capsys, "evaluate", tmp_path / "none.safetensors", "--data", "digits", code=2)
 
 
 @pytest.mark.parametrize(
@@ -225,24 +241,10 @@ def test_invalid_data_is_one_line(tmp_path: Path, capsys: Capture) -> None:
 def test_out_of_memory_has_exit_code_5(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str, error: Exception
 ) -> None:
-    def full(*_: object) -> None:
-        raise error
-
     for method in ("logits", "features"):
-        monkeypatch.setattr(Predictor, method, full)
+        monkeypatch.setattr(Predictor, method, small_runs.fail(error))
     model = str(save_model(tmp_path / "model.safetensors", classes=10))
     assert "--batch" in fail(capsys, command, model, "--data", "digits", "--device", "cpu", code=5)
-
-
-def test_invalid_arguments_are_one_line(tmp_path: Path, capsys: Capture) -> None:
-    model = str(save_model(tmp_path / "model.safetensors", classes=10))
-    headless = str(save_model(tmp_path / "headless.safetensors", classes=0))
-    assert "batch" in fail(capsys, "evaluate", model, "--data", "digits", "--batch", "0", code=2)
-    assert "crop" in fail(capsys, "evaluate", model, "--data", "digits", "--crop", "1.5", code=2)
-    assert "head" in fail(capsys, "evaluate", headless, "--data", "digits", code=2)
-    fail(capsys, "evaluate", str(tmp_path / "none.safetensors"), "--data", "digits", code=2)
-    (tmp_path / "file").touch()
-    fail(capsys, "evaluate", model, "--data", "digits", "--out", str(tmp_path / "file" / "x"), code=5)
 
 
 def test_unreadable_images_are_counted_named_and_not_scored(
@@ -268,9 +270,9 @@ def test_preprocessing_is_the_models_own_by_default(tmp_path: Path) -> None:
     weights = plainvit.save(model, tmp_path / "model.safetensors")
     own = evaluated(weights, folder, tmp_path / "own")
     changed = evaluated(weights, folder, tmp_path / "changed", preprocess={"resize": "squash"})
-    assert own.card.preprocess["settings"]["crop"] == 0.5
-    settings = {name: value for name, value in own.card.preprocess["settings"].items() if name != "crop"}
-    assert changed.card.preprocess["settings"] == settings | {"resize": "squash"}  # which crops nothing
+    settings = own.card.preprocess["settings"] | {"resize": "squash"}
+    assert settings.pop("crop") == 0.5
+    assert changed.card.preprocess["settings"] == settings  # nothing is cropped
     with pytest.raises(ValueError, match="--resize crop"):
         evaluated(weights, folder, tmp_path / "both", preprocess={"resize": "squash", "crop": 0.5})
     assert own.card.preprocess["hash"] != changed.card.preprocess["hash"]

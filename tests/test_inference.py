@@ -21,7 +21,7 @@ from plainvit.config import Augment, Masked, Preprocess
 from plainvit.data.sources import open_source
 from plainvit.data.splits import open_splits
 from plainvit.evaluate import probe
-from plainvit.evaluate.classify import Prepared, classify
+from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.features import extract
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
@@ -70,7 +70,7 @@ def make_model(value: float = float("nan")) -> ViT:
 
 def score_folder(model: ViT, folder: Path) -> object:
     source = open_source(str(folder), "test")
-    return classify(Predictor(model, device="cpu"), Prepared(source, SIZE, Preprocess(), batch=4))
+    return classify(Predictor(model, device="cpu"), EvaluationSet(source, SIZE, Preprocess(), batch=4))
 
 
 def call_predictor(model: ViT, folder: Path) -> object:
@@ -119,7 +119,7 @@ def test_probes_fail_on_non_finite_features(value: float) -> None:
     bad[7, 1] = value
     fits: list[Callable[[Tensor, Tensor], object]] = [
         lambda a, b: probe.solve(a, labels, 2).predict(b),
-        lambda a, b: probe.neighbours(a, labels, 2, b, ks=(1,)),
+        lambda a, b: probe.neighbors(a, labels, 2, b, ks=(1,)),
         lambda a, b: probe.logistic(a, labels, 2, l2=0.1).predict(b),
     ]
     for use in fits:
@@ -211,8 +211,11 @@ def test_a_non_finite_loss_of_hidden_patches_is_an_error(tmp_path: Path) -> None
 
 EVALUATED: dict[str, Callable[[ViT, Tensor], object]] = {
     "classify": lambda model, _: classify(
-        Predictor(model, device="cpu"), Prepared(open_source("shapes:count=2,classes=2", "test"), SIZE, Preprocess())
+        Predictor(model, device="cpu"),
+        EvaluationSet(open_source("shapes:count=2,classes=2", "test"), SIZE, Preprocess()),
     ),
+    "logits": lambda model, images: Predictor(model, device="cpu").logits(images),
+    "features": lambda model, images: Predictor(model, device="cpu").features(images),
     "distance": attention.attention_distance,
     "rollout": attention.rollout,
     "maps": attention.attention_maps,

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from pictures import encode, plant, plant_classes, png, real_data
-from shell import Capture, evaluate_to, save_model
+from shell import Capture, evaluate_to, run, save_model
 from torch import Tensor, nn
 
 import plainvit
@@ -23,7 +23,7 @@ from plainvit.data.imagenet import class_names, wordnet_ids
 from plainvit.data.known import SETS, real_labels
 from plainvit.data.sources import Source, Subset, open_source
 from plainvit.evaluate.class_names import find_permutation, match_classes, read_class_names
-from plainvit.evaluate.classify import Prepared, classify
+from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.labels import align, imagenet
 from plainvit.evaluate.predictor import Predictor
 
@@ -90,8 +90,8 @@ def test_real_equals_a_direct_count() -> None:
     names = [f"n01440764/ILSVRC2012_val_{number + 1:08d}.JPEG" for number in order]
     source = Pixels(guesses[order], names, rng.integers(0, 1000, 5000), wordnet_ids())
     labels = align(source, 1000, data_root=root)
-    prepared = Prepared(labels.source, (1, 1), Preprocess(), batch=1000)
-    result = classify(Predictor(PixelModel(1000), device="cpu"), prepared, labels)
+    evaluation_set = EvaluationSet(labels.source, (1, 1), Preprocess(), batch=1000)
+    result = classify(Predictor(PixelModel(1000), device="cpu"), evaluation_set, labels)
     right = [guesses[number] in lists[number] for number in order if lists[number]]
     assert result.right.tolist() == right
     assert labels.left_out == 5000 - len(right) > 0
@@ -158,7 +158,7 @@ def test_subsets_of_imagenet_are_scored_among_their_classes(name: str, tmp_path:
     plant(folder, {f"{one}/{at}.png": png(13 * label + at) for one, label in chosen.items() for at in range(4)})
     predictor = Predictor(save_model(tmp_path / "model.safetensors", classes=1000), device="cpu")
     labels = align(open_source(name, "test", data_root=tmp_path), 1000, predictor.class_names)
-    result = classify(predictor, Prepared(labels.source, predictor.size, predictor.preprocess), labels)
+    result = classify(predictor, EvaluationSet(labels.source, predictor.size, predictor.preprocess), labels)
     wnids = wordnet_ids()
     allowed = [int(one) if one.isdecimal() else wnids.index(one) for one in every]  # columns, in the folders' order
     for at, (predicted, right) in enumerate(zip(result.predictions[:, 0], result.right, strict=True)):
@@ -234,6 +234,19 @@ def test_names_that_do_not_match_are_a_data_error(data: tuple[str, ...], model: 
         match_classes(Classes(data), len(model), model)
 
 
+def test_classes_in_another_order_are_scored_by_name(tmp_path: Path) -> None:
+    source = open_source(str(plant_classes(tmp_path / "photos" / "test", dict.fromkeys(ANIMALS, 5)).parent), "test")
+    shuffled = ("dog", "ant", "elk", "cat", "bee")
+    model = Predictor(save_model(tmp_path / "model.safetensors", shuffled, classes=5), device="cpu")
+    result = classify(model, EvaluationSet(source, model.size, model.preprocess), align(source, 5, model.class_names))
+    predicted = model.logits(model.stack(source.image(index) for index in range(25))).argmax(1).tolist()
+    assert [source.classes[one] for one in result.predictions[:, 0]] == [shuffled[one] for one in predicted]
+    assert len(set(predicted)) > 1
+    assert result.right.tolist() == [
+        shuffled[one] == ANIMALS[label] for one, label in zip(predicted, source.labels, strict=True)
+    ]
+
+
 def test_some_of_the_models_classes_are_scored_among_all(tmp_path: Path, capsys: Capture) -> None:
     photos = plant_classes(tmp_path / "photos", {"n01440764": 3, "n02099601": 4})
     model = save_model(tmp_path / "model.safetensors", classes=1000)
@@ -242,6 +255,8 @@ def test_some_of_the_models_classes_are_scored_among_all(tmp_path: Path, capsys:
     predicted = [int(predictor.logits(predictor.stack([photos / name])).argmax()) for name in rows["name"]]
     assert rows["prediction"] == predicted
     assert card["counts"]["top1"] == sum(np.array(predicted) == [0] * 3 + [207] * 4)
+    table = run(capsys, "evaluate", model, "--data", photos, "--out", tmp_path / "out", "--device", "cpu")[1]
+    assert "top-5" in table  # of the model's classes: the data has only two
 
 
 def test_published_weights_know_the_names_of_real_photos(caplog: pytest.LogCaptureFixture) -> None:
@@ -254,7 +269,9 @@ def test_published_weights_know_the_names_of_real_photos(caplog: pytest.LogCaptu
     truth = [wordnet_ids().index(path.partition("_")[0]) for path in paths]  # n01675722_banded_gecko.JPEG
     assert labels.right[:, 0].tolist() == truth
     assert "ImageNet-1k's are used" in caplog.text
-    result = classify(predictor, Prepared(Subset(source, np.arange(8)), predictor.size, predictor.preprocess), labels)
+    result = classify(
+        predictor, EvaluationSet(Subset(source, np.arange(8)), predictor.size, predictor.preprocess), labels
+    )
     assert result.right.sum() > 5
 
 

@@ -59,8 +59,8 @@ def run(*words: object, names: str = "", **settings: str) -> subprocess.Complete
 
 
 def rows(text: str) -> list[tuple[str, list[str], str]]:
-    found = [json.loads(line) for line in text.splitlines()]
-    return [(row["name"], [one["label"] for one in row["predictions"]], row["error"]) for row in found]
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [(row["name"], [cell["label"] for cell in row["predictions"]], row["error"]) for row in lines]
 
 
 def test_two_machines_give_the_same_rows(weights: Path, photos: Path, tmp_path: Path) -> None:
@@ -110,14 +110,13 @@ print(json.dumps({"tried": [b"in" in one for one in tried], "ports": ports, "lef
 
 def test_a_local_cluster_needs_a_token_and_listens_on_loopback() -> None:
     done = run(sys.executable, "-c", LOOK)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["tried"] == [False, False, True]  # no token, a wrong one, and the right one
-    assert not found["left"]
-    assert all("127.0.0.1" in port for port in found["ports"])
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["tried"] == [False, False, True]  # no token, a wrong one, and the right one
+    assert not seen["left"]
+    assert all("127.0.0.1" in port for port in seen["ports"])
 
 
-# As on GPUs, of which this cluster claims one; the model itself runs on the CPU. Then sources that fail, and files that
-# vanish once the job is sent
+# As on GPUs, of which this cluster claims one; the model itself runs on the CPU. Then files vanish once the job is sent
 DECODE = """
 import shutil, sys, ray
 from plainvit.evaluate import cluster, inputs
@@ -127,21 +126,10 @@ pack = cluster.Work.pack
 cluster.Work.pack = lambda job, source, device, workers: pack(job, source, "cpu", workers)
 ray.init("local", num_gpus=1, num_cpus=2, log_to_driver=False, include_dashboard=False)
 job = PredictionJob(Predictor(sys.argv[1], device="cpu", batch=16), 2)
-class Failing(inputs.Inputs):
-    def read(self, index):
-        if index == 30:
-            raise self.error
-        return super().read(index)
 with cluster.connect_cluster(None) as connected:
     assert connected.device == "cuda"
     source = inputs.find([sys.argv[2]])
     assert list(rows(job, source, engine=connected)) == list(rows(job, source))
-    failing = Failing(list(zip(source.prefixes, source.sources)))
-    for failing.error in (RuntimeError("no such thing"), ValueError("of its own")):
-        try:
-            list(rows(job, failing, engine=connected))
-        except ValueError as error:
-            print(error)
     def vanish(job, source, device, workers):
         packed = pack(job, source, "cpu", workers)
         shutil.move(sys.argv[2], sys.argv[2] + ".gone")
@@ -156,10 +144,9 @@ with cluster.connect_cluster(None) as connected:
 
 def test_gpu_actors_decode_in_processes_and_errors_arrive_as_one_line(weights: Path, photos: Path) -> None:
     done = run(sys.executable, "-c", DECODE, weights, photos)
-    said = [line for line in done.stdout.splitlines() if "(raylet)" not in line]
-    assert said[:2] == ["the Ray job failed: RuntimeError: no such thing", "of its own"], done.stderr
-    assert said[2].startswith("DataError ")
-    assert f"has no file {photos}" in said[2]
+    (line,) = (line for line in done.stdout.splitlines() if "(raylet)" not in line)
+    assert line.startswith("DataError "), done.stderr
+    assert f"has no file {photos}" in line
 
 
 def test_an_unreachable_address_is_an_error(weights: Path, photos: Path) -> None:

@@ -12,20 +12,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import small_runs
 import tiny
 import torch
 from pictures import jpeg, plant, png
+from shell import Capture, fail
 from small_runs import Child
 
 import plainvit
-from plainvit.cli import main
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
 from plainvit.evaluate.cluster import Cluster, ModelActor, Work, _size_cluster
 from plainvit.evaluate.predict import OutputBatches, PredictionJob, predict_locally, write
 from plainvit.evaluate.predictor import Predictor
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +211,13 @@ def test_an_actor_gives_the_rows_of_one_machine_and_errors_as_values(
     local = dict(predict_locally(job, source, np.arange(2), workers=0))
     for step, rows in zip(found["step"], found["rows"], strict=True):
         assert pa.ipc.open_stream(rows).read_all().equals(local[step])
+    for error, message in (
+        (RuntimeError("no such thing"), "the Ray job failed: RuntimeError: no such thing"),
+        (ValueError("of its own"), "of its own"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(source, "read", small_runs.fail(error))
+            assert ModelActor(work)({"item": np.arange(2)})["error"] == [message]
     (photos / "0.jpg").unlink()
     lost = ModelActor(work)({"item": np.arange(2)})
     assert lost["kind"] == ["DataError"]
@@ -222,7 +228,4 @@ def test_without_ray_the_install_command_is_printed(
     weights: Path, photos: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SystemExit) as caught:
-        main(["predict", str(weights), str(photos), "--engine", "ray"])
-    assert caught.value.code == 2
-    assert "pip install 'ray[data]>=2.52'" in capsys.readouterr().err
+    assert "pip install 'ray[data]>=2.52'" in fail(capsys, "predict", weights, photos, "--engine", "ray", code=2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from pictures import encode, plant_classes, write_parquet
+from pictures import plant_classes, png, write_parquet
 from shell import Capture, fail, report, run
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
@@ -19,10 +19,9 @@ from torch import Tensor
 import plainvit
 from plainvit.config import Preprocess
 from plainvit.data.decode import DataError
-from plainvit.data.sources import Subset, open_source
-from plainvit.evaluate import features as kept
+from plainvit.data.sources import Source, Subset, open_source
 from plainvit.evaluate import probe, probe_sets
-from plainvit.evaluate.features import extract
+from plainvit.evaluate.features import Features, extract, features_key
 from plainvit.evaluate.predictor import Predictor
 
 
@@ -31,9 +30,9 @@ def clusters(count: int, width: int, classes: int, seed: int = 0, spread: float 
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
     labels = torch.cat((torch.arange(classes), torch.randint(classes, (count - classes,), generator=generator)))
-    found = centres[labels] + spread * torch.randn(count, width, generator=generator)
+    points = centres[labels] + spread * torch.randn(count, width, generator=generator)
     mixing = torch.randn(width, width, generator=torch.Generator().manual_seed(7)) / width**0.5
-    return ((found @ mixing) * torch.logspace(-2, 2, width) + 3).float(), labels
+    return ((points @ mixing) * torch.logspace(-2, 2, width) + 3).float(), labels
 
 
 # Few-shot -------------------------------------------------------------------------------------------------------------
@@ -80,7 +79,7 @@ def test_shots_are_nested_and_balanced_and_equal_big_visions() -> None:
     assert np.bincount(labels[drawn[1000]]).tolist() == [40, 45, 40]  # as many as there are
     generator = np.random.default_rng(4)
     order = [generator.permutation(np.where(labels == label)[0]) for label in range(3)]
-    assert drawn[5].tolist() == np.concatenate([one[:5] for one in order]).tolist()
+    assert drawn[5].tolist() == np.concatenate([members[:5] for members in order]).tolist()
     assert set(probe.draw_shots(labels, 3, (5,), seed=5)[5]) != set(drawn[5])
 
 
@@ -91,7 +90,7 @@ def test_neighbours_equal_scikit_learns() -> None:
     x, y = clusters(700, 24, 8)
     others, _ = clusters(1500, 24, 8, seed=1)
     x, others = x.double(), others.double()
-    for k, found in probe.neighbours(x, y, 8, others, (1, 2, 20, 200)).items():
+    for k, found in probe.neighbors(x, y, 8, others, (1, 2, 20, 200)).items():
         peer = KNeighborsClassifier(
             k, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / 0.07)
         )
@@ -101,7 +100,7 @@ def test_neighbours_equal_scikit_learns() -> None:
 def test_ties_go_to_the_lower_class_and_to_the_earlier_image() -> None:
     x = torch.tensor([[1.0, 0], [0, 1.0], [0, 2.0], [0, 3.0], [-1.0, 0]])
     y = torch.tensor([4, 3, 2, 1, 0])
-    found = probe.neighbours(x, y, 5, torch.tensor([[0.0, 5.0], [1.0, 1.0], [0.0, 0.0]]), (1, 2, 3))
+    found = probe.neighbors(x, y, 5, torch.tensor([[0.0, 5.0], [1.0, 1.0], [0.0, 0.0]]), (1, 2, 3))
     # three images lie exactly on the first query: the earliest is of class 3; with equal votes the lowest class wins
     assert [int(found[k][0]) for k in (1, 2, 3)] == [3, 2, 1]
     # the second is equally far from images 0 to 3, of classes 4 3 2 1
@@ -109,29 +108,24 @@ def test_ties_go_to_the_lower_class_and_to_the_earlier_image() -> None:
     assert int(found[1][2]) == 4  # a zero vector is equally far from all
 
 
-def test_invalid_settings_are_an_error() -> None:
-    x, y = clusters(10, 4, 2)
-    for ks in ((), (0,), (1, 11)):
-        with pytest.raises(ValueError, match="k must"):
-            probe.neighbours(x, y, 2, x, ks)
-    with pytest.raises(ValueError, match="l2"):
-        probe.logistic(x, y, 2, -1.0)
-
-
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("fit", "message"),
     [
-        (lambda x, y: (x[:, 0], y), "N, D"),
-        (lambda x, y: (x[:0], y[:0]), "N, D"),
-        (lambda x, y: (x, y + 1), "labels"),
-        (lambda x, y: (x, y - 1), "labels"),
-        (lambda x, y: (x.index_fill(0, torch.tensor([3]), float("nan")), y), "NaN or Inf"),
+        (lambda x, y: probe.solve(x[:, 0], y, 2), "N, D"),
+        (lambda x, y: probe.solve(x[:0], y[:0], 2), "N, D"),
+        (lambda x, y: probe.solve(x, y + 1, 2), "labels"),
+        (lambda x, y: probe.solve(x, y - 1, 2), "labels"),
+        (lambda x, y: probe.solve(x.index_fill(0, y[:1], float("nan")), y, 2), "NaN or Inf"),
+        (lambda x, y: probe.neighbors(x, y, 2, x, ()), "k must"),
+        (lambda x, y: probe.neighbors(x, y, 2, x, (0,)), "k must"),
+        (lambda x, y: probe.neighbors(x, y, 2, x, (1, 11)), "k must"),
+        (lambda x, y: probe.logistic(x, y, 2, -1.0), "l2"),
+        (lambda x, y: probe.search_logistic(x[:2], y[:2], 2), "--linear-l2"),  # none can be held out
     ],
 )
-def test_invalid_features_are_an_error(spoil: Any, words: str) -> None:
-    x, y = spoil(*clusters(10, 4, 2))
-    with pytest.raises(ValueError, match=words):
-        probe.solve(x, y, 2)
+def test_invalid_features_and_settings_are_an_error(fit: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(*clusters(10, 4, 2))
 
 
 # Linear probe ---------------------------------------------------------------------------------------------------------
@@ -166,8 +160,6 @@ def test_l2_of_the_linear_probe_is_chosen_on_held_out_images() -> None:
     assert sorted((*inside.tolist(), *outside.tolist())) == list(range(300))
     expected = torch.bincount(y) * 0.2
     assert (torch.bincount(y[outside]) - expected).abs().max() <= 0.5
-    with pytest.raises(ValueError, match="--linear-l2"):
-        probe.search_logistic(x[:4], torch.arange(4), 4)
 
 
 # Features and their cache ---------------------------------------------------------------------------------------------
@@ -210,15 +202,18 @@ def test_features_are_computed_once(weights: Path, photos: Path, tmp_path: Path)
 
 def test_every_setting_changes_the_cache_key(weights: Path, photos: Path) -> None:
     source, predictor = open_source(str(photos)), Predictor(weights, device="cpu")
-    changes: list[dict[str, Any]] = [{"preprocess": Preprocess(resize="crop", crop=0.9)}]
-    changes += [{"image_size": 16}, {"precision": "bf16"}]
     changed = Predictor(weights, device="cpu")
     changed.model.load_state_dict({name: value + 1e-6 for name, value in changed.model.state_dict().items()})
-    predictors = [predictor, changed, *(Predictor(weights, device="cpu", **change) for change in changes)]
-    keys = [kept.features_key(one, source) for one in predictors]
-    others = (open_source(str(photos), "test"), Subset(source, np.arange(14)))
-    keys += [kept.features_key(predictor, other) for other in others]
-    assert len(set(keys)) == 7
+    pairs: list[tuple[Predictor, Source]] = [
+        (predictor, source),
+        (predictor, open_source(str(photos), "test")),
+        (predictor, Subset(source, np.arange(14))),
+        (changed, source),
+        (Predictor(weights, device="cpu", preprocess=Preprocess(resize="crop", crop=0.9)), source),
+        (Predictor(weights, device="cpu", image_size=16), source),
+        (Predictor(weights, device="cpu", precision="bf16"), source),
+    ]
+    assert len({features_key(*pair) for pair in pairs}) == 7
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
@@ -258,32 +253,24 @@ def test_unreadable_images_are_left_out_and_counted(weights: Path, photos: Path,
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def planted_pair(classes: int = 4) -> probe_sets.Pair:
-    train, test = clusters(200, 16, classes), clusters(150, 16, classes, seed=1)
-    made = [kept.Features(x, y, torch.arange(len(y)), 0, "") for x, y in (train, test)]
-    return probe_sets.Pair(made[0], made[1], classes)
-
-
 def test_few_shot_results_equal_numpys() -> None:
     """Mean and sample standard deviation over the seeds, each solved here by NumPy."""
-    pair = planted_pair()
-    found = probe_sets.few_shot(pair, probe_sets.Settings(shots=(2, 500), seeds=3, l2=8.0))
-    labels = pair.train.labels.numpy()
-    for shots in (2, 500):
+    train, test = (
+        Features(x, y, torch.arange(len(y)), 0, "") for x, y in (clusters(200, 16, 4), clusters(150, 16, 4, seed=1))
+    )
+    pair = probe_sets.Pair(train, test, 4)
+    results = probe_sets.few_shot(pair, probe_sets.Settings(shots=(2, 500), seeds=3, l2=8.0))
+    for shots, support, fewer in ((2, 8, 0), (500, 200, 4)):
         tops = []
         for seed in range(3):
-            chosen = probe.draw_shots(labels, 4, (shots,), seed)[shots]
-            x, y = pair.train.features[chosen], pair.train.labels[chosen]
-            guesses = by_normal_equations(x, y, pair.test.features, 4, 8.0).argmax(1)
-            tops.append((guesses == pair.test.labels.numpy()).mean())
-        result = found[str(shots)]
+            chosen = probe.draw_shots(train.labels.numpy(), 4, (shots,), seed)[shots]
+            scores = by_normal_equations(train.features[chosen], train.labels[chosen], test.features, 4, 8.0)
+            tops.append((scores.argmax(1) == test.labels.numpy()).mean())
+        result = results[str(shots)]
         assert result["seeds"] == pytest.approx(tops)
         assert result["top1"] == pytest.approx(np.mean(tops))
         assert result["sd"] == pytest.approx(np.std(tops, ddof=1), abs=1e-12)
-    assert found["2"]["support"] == 8
-    assert found["2"]["classes_with_fewer"] == 0
-    assert found["500"]["support"] == 200
-    assert found["500"]["classes_with_fewer"] == 4
+        assert (result["support"], result["classes_with_fewer"]) == (support, fewer)
 
 
 def test_the_command_writes_a_card_and_a_table(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -357,17 +344,16 @@ def test_invalid_arguments_are_one_line(
 
 
 def test_invalid_data_is_one_line(weights: Path, photos: Path, tmp_path: Path, capsys: Capture) -> None:
-    def fail_with(code: int, *specs: str) -> str:
-        return fail(capsys, "probe", weights, "--no-cache", "--data", *specs, code=code)
-
-    assert "once" in fail_with(2, str(photos), str(photos))
-    assert "nothing-like-it" in fail_with(2, "nothing-like-it")
     for path in (photos / "train" / "emu").iterdir():
         path.unlink()
-    assert "'emu'" in fail_with(3, str(photos))
     (tmp_path / "empty" / "train" / "a").mkdir(parents=True)
-    assert "no images" in fail_with(3, str(tmp_path / "empty"))
-    write_parquet(tmp_path / "bare" / "train-0.parquet", [encode(np.zeros((4, 4, 3), np.uint8))] * 3, None)
-    write_parquet(tmp_path / "bare" / "test-0.parquet", [encode(np.zeros((4, 4, 3), np.uint8))] * 3, None)
-    assert "no label" in fail_with(3, str(tmp_path / "bare"))
-    assert "/no/such/weights" in fail(capsys, "probe", "/no/such/weights", "--data", photos, code=2)
+    for split in ("train", "test"):
+        write_parquet(tmp_path / "bare" / f"{split}-0.parquet", [png()] * 3, None)
+    for specs, code, part in (
+        ((photos, photos), 2, "once"),
+        (("nothing-like-it",), 2, "nothing-like-it"),
+        ((photos,), 3, "'emu'"),
+        ((tmp_path / "empty",), 3, "no images"),
+        ((tmp_path / "bare",), 3, "no label"),
+    ):
+        assert part in fail(capsys, "probe", weights, "--no-cache", "--data", *specs, code=code)

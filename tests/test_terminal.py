@@ -8,24 +8,15 @@ import pytest
 import tiny
 import torch
 from pictures import plant, png
+from shell import Capture, report, run
 
 import plainvit
-from plainvit.cli import main
 from plainvit.config import About, visible
 from plainvit.model_config import UNPRINTABLE
 from plainvit.runtime.display import Display
 
-Capture = pytest.CaptureFixture[str]
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202ex"  # sets the title, clears the screen, writes backwards
 MARKUP = "[red]x[/red][/bold] :cat:"
-
-
-def run(*words: str) -> int:
-    try:
-        main(list(words))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")
@@ -59,42 +50,36 @@ COMMANDS = {
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 def test_no_command_prints_what_acts_on_a_terminal(
-    words: tuple[str, ...],
-    model: Path,
-    photos: Path,
-    tmp_path: Path,
-    capsys: Capture,
-    caplog: pytest.LogCaptureFixture,
+    words: tuple[str, ...], model: Path, photos: Path, tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
-    places = {"MODEL": str(model), "PHOTOS": str(photos), "OUT": str(tmp_path / "out")}
-    run(*(places.get(word, word.replace("OUT", places["OUT"])) for word in words))
-    printed = capsys.readouterr()
-    for text in (printed.out, printed.err, *caplog.messages):
+    paths = {"MODEL": str(model), "PHOTOS": str(photos), "OUT": str(tmp_path / "out")}
+    _, out, err = run(capsys, *(paths.get(word, word.replace("OUT", paths["OUT"])) for word in words))
+    for text in (out, err, *caplog.messages):
         assert not UNPRINTABLE.search(text), text
-    assert printed.out + printed.err
+    assert out + err
 
 
 def test_markup_in_names_is_shown_and_not_interpreted(model: Path, photos: Path, capsys: Capture) -> None:
-    assert run("inspect", str(model)) == 0
-    assert "[red]x[/red][/bold] :cat:" in " ".join(capsys.readouterr().out.split())
-    assert run("data", "check", str(photos)) == 3
-    assert "[red]bad" in capsys.readouterr().out
+    out = " ".join(run(capsys, "inspect", model)[1].split())
+    assert MARKUP in out
+    assert f"{MARKUP} ..." not in out  # there are two classes
+    code, out, _ = run(capsys, "data", "check", photos)
+    assert code == 3
+    assert "[red]bad" in out
 
 
 def test_machines_get_names_as_they_are(model: Path, photos: Path, capsys: Capture) -> None:
-    assert run("inspect", str(model), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["class_names"] == [HOSTILE, MARKUP]
-    assert run("predict", str(model), str(photos), "--workers", "0", "--json") == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert report(capsys, "inspect", model)["class_names"] == [HOSTILE, MARKUP]
+    lines = run(capsys, "predict", model, photos, "--workers", "0", "--json")[1].splitlines()
+    rows = [json.loads(line) for line in lines]
     assert f"{photos}/{HOSTILE}/{HOSTILE}.png" in {row["name"] for row in rows}
-    assert {guess["label"] for row in rows for guess in row["predictions"]} == {HOSTILE, MARKUP}
+    assert {prediction["label"] for row in rows for prediction in row["predictions"]} == {HOSTILE, MARKUP}
 
 
 def test_a_log_line_is_one_line(capsys: Capture, caplog: pytest.LogCaptureFixture) -> None:
-    assert run("--version") == 0
+    run(capsys, "--version")
     logging.getLogger("plainvit").warning("%s is bad", "a\nplainvit: all is well\x1b[2J")
     assert caplog.messages == ["a\\nplainvit: all is well\\x1b[2J is bad"]
-    capsys.readouterr()
 
 
 def test_a_progress_line_shows_names_as_they_are(capsys: Capture) -> None:

@@ -17,7 +17,6 @@ from plainvit.analyse import findings, page
 from plainvit.analyse.attention import NotApplicableError
 from plainvit.analyse.explorer import explorer_section
 from plainvit.analyse.figures import save
-from plainvit.analyse.page import Section
 from plainvit.analyse.subject import Finding, Findings, Subject, gather, resolve_data
 from plainvit.disk import make_folder, write_text
 from plainvit.evaluate.predictor import Predictor
@@ -69,9 +68,9 @@ def analyse_model(
     with Display("analysis", len(ANALYSES) + 1, quiet=quiet) as display:
         results = run_analyses(subject, display)
         figures = [_write_figure(finding, folder / "figures") for finding in results]
-        path = _write_report(subject, results, display_name(model), folder / "analysis.html")
+        write_text(folder / "analysis.html", _render_report(subject, results, display_name(model)))
         display.advance(len(ANALYSES) + 1, "report")
-    return Analysis(path, figures, subject.notes)
+    return Analysis(folder / "analysis.html", figures, subject.notes)
 
 
 def run_analyses(subject: Subject, display: Display) -> list[Finding]:
@@ -108,15 +107,20 @@ def _write_figure(finding: Finding, folder: Path) -> Path:
     return path
 
 
-def _write_report(subject: Subject, results: list[Finding], name: str, path: Path) -> Path:
-    sections, script = [_make_section(finding) for finding in results], ""
+def _render_report(subject: Subject, results: list[Finding], name: str) -> str:
+    script = ""
+    sections = [
+        page.make_section(
+            finding.title, finding.text, finding.html or page.inline_figure(finding.figure, finding.title)
+        )
+        for finding in results
+    ]
     if isinstance(subject.model, ViT) and not subject.model.config.axial:
         section, script = explorer_section(subject)
         sections.insert(0, section)
     lead = page.element("p", _describe_subject(subject), class_="lead")
     lead = page.join((lead, *map(page.notice, subject.notes)))
-    write_text(path, page.render_page(f"Analysis of {name}", lead, sections, script=script))
-    return path
+    return page.render_page(f"Analysis of {name}", lead, sections, script=script)
 
 
 def _describe_subject(subject: Subject) -> str:
@@ -129,8 +133,3 @@ def _describe_subject(subject: Subject) -> str:
     patches = f"{h} x {w} patches of {height // h} x {width // w} pixels"
     heads = page.pluralize(config.heads, "head")
     return f"A Vision Transformer with {layers}, {heads}, width {config.width} and {patches}, {images}"
-
-
-def _make_section(finding: Finding) -> Section:
-    figure = finding.html or page.inline_figure(finding.figure, finding.title)
-    return page.make_section(finding.title, finding.text, figure)

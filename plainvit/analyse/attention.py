@@ -66,7 +66,7 @@ def split_batches(model: ViT, images: Tensor, layers: int = 1) -> Iterator[Tenso
 def attention_distance(model: ViT, images: Tensor) -> Tensor:
     """[layers, heads]: mean distance in pixels between a patch and the patches it attends to.
 
-    Attention to other tokens, such as the class token, is excluded and the rest renormalised; the paper does not
+    Attention to other tokens, such as the class token, is excluded and the rest renormalized; the paper does not
     say how it treats them. Axial layers attend along one axis only.
     """
     model = require_vit(model)
@@ -90,15 +90,15 @@ def layer_distance(model: ViT, layer: int, attention: Tensor) -> Tensor:
 
 
 def patch_distances(model: ViT, layer: int) -> Tensor:
-    """[n, n] pixels between the centres of the patches that a layer attends over."""
+    """[n, n] pixels between the centers of the patches that a layer attends over."""
     (h, w), (height, width) = model.config.grid, model.config.image_size
     y, x = torch.arange(h) * (height / h), torch.arange(w) * (width / w)
     axis = model.blocks[layer].axis
     if axis is not None:
         line = x if axis == "row" else y
         return (line[:, None] - line).abs()
-    centres = torch.cartesian_prod(y, x)  # [n, 2]
-    return torch.cdist(centres, centres)
+    centers = torch.cartesian_prod(y, x)  # [n, 2]
+    return torch.cdist(centers, centers)
 
 
 # Maps -----------------------------------------------------------------------------------------------------------------

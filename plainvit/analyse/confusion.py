@@ -34,32 +34,32 @@ def draw_confusion(matrix: np.ndarray, classes: Sequence[str]) -> Figure:
     if count <= NUMBERED:
         _draw_cells(axes, fractions)
     else:
-        axes.imshow(_cell_colours(fractions), interpolation="none" if count <= 1000 else "antialiased")
+        axes.imshow(_cell_colors(fractions), interpolation="none" if count <= 1000 else "antialiased")
     _label_axes(axes, classes)
     return figure
 
 
-def _cell_colours(fractions: np.ndarray) -> np.ndarray:
+def _cell_colors(fractions: np.ndarray) -> np.ndarray:
     """[K, K, 4]: hue for correct or wrong, opacity for frequency, so that it also works in dark mode."""
-    colours = np.empty((*fractions.shape, 4))
-    colours[..., :3] = to_rgb(COLOURS["orange"])
-    colours[range(len(fractions)), range(len(fractions)), :3] = to_rgb(COLOURS["blue"])
-    colours[..., 3] = np.where(fractions > 0, 0.2 + 0.8 * np.sqrt(fractions), 0)
-    return colours
+    colors = np.empty((*fractions.shape, 4))
+    colors[..., :3] = to_rgb(COLOURS["orange"])
+    colors[range(len(fractions)), range(len(fractions)), :3] = to_rgb(COLOURS["blue"])
+    colors[..., 3] = np.where(fractions > 0, 0.2 + 0.8 * np.sqrt(fractions), 0)
+    return colors
 
 
 def _draw_cells(axes: Axes, fractions: np.ndarray) -> None:
-    """Numbered squares, as polygons: a page shows them in its own colours."""
+    """Numbered squares, as polygons: a page shows them in its own colors."""
     corners = 0.47 * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)])
     squares = np.argwhere(fractions >= 0)[:, None, ::-1] + corners  # [K * K, 4, 2]
-    colours = _cell_colours(fractions).reshape(-1, 4)
-    colours[fractions.ravel() <= 0] = (*to_rgb(COLOURS["line"]), 0.45)
-    axes.add_collection(PolyCollection(list(squares), facecolors=colours))
+    colors = _cell_colors(fractions).reshape(-1, 4)
+    colors[fractions.ravel() <= 0] = (*to_rgb(COLOURS["line"]), 0.45)
+    axes.add_collection(PolyCollection(list(squares), facecolors=colors))
     for row, column in np.argwhere(fractions > 0).tolist():
         percentage = 100 * fractions[row, column]
         label = f"{percentage:.0f}" if percentage >= 0.5 else "<1"
-        colour = COLOURS["paper" if percentage > 45 else "ink"]
-        axes.text(column, row, label, color=colour, ha="center", va="center_baseline")
+        color = COLOURS["paper" if percentage > 45 else "ink"]
+        axes.text(column, row, label, color=color, ha="center", va="center_baseline")
 
 
 def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
@@ -118,22 +118,15 @@ def _confusion_table(matrix: np.ndarray, classes: Sequence[str], split: str) -> 
     return page.join([page.element("p", summary), page.table(titles, rows, numbers=(2, 3))])
 
 
-def measure_classes(matrix: np.ndarray) -> dict[str, np.ndarray]:
-    """[K] each: images, precision, recall and F1; 0 where undefined."""
-    correct, images, predictions = np.diag(matrix), matrix.sum(1), matrix.sum(0)
-    counts = {"precision": predictions, "recall": images, "f1": (images + predictions) / 2}
-    return {"images": images} | {name: correct / np.maximum(count, 0.5) for name, count in counts.items()}
-
-
 def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], data: str = "") -> Section:
     """A row for each class that has images, the lowest recall first. data: a file to link to."""
     images, recall = numbers["images"], numbers["recall"]
     seen = np.flatnonzero(images > 0)
     order = seen[np.lexsort((seen, -images[seen], recall[seen]))]  # ties: more images first
     rows = []
-    for at in order.tolist():
-        ratios = (page.percent(float(numbers[name][at])) for name in ("recall", "precision", "f1"))
-        rows.append((page.join((classes[at], page.bar(float(recall[at])))), *ratios, f"{images[at]:,.0f}"))
+    for label in order.tolist():
+        ratios = (page.percent(float(numbers[name][label])) for name in ("recall", "precision", "f1"))
+        rows.append((page.join((classes[label], page.bar(float(recall[label])))), *ratios, f"{images[label]:,.0f}"))
     text = f"Lowest recall (accuracy within the class) first. Mean recall: {page.percent(recall[seen].mean())}."
     unseen = len(images) - len(seen)
     text += f" {page.pluralize(unseen, 'class', 'classes')} without images." if unseen else ""

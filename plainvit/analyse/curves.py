@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, number, styled
+from plainvit.analyse.gallery import choose_evenly
 from plainvit.analyse.page import Section, element, inline_figure, make_section, publish_figure
 
 TRAINING = ("epoch", "loss", "accuracy", "lr", "norm", "waiting", "skipped")
@@ -57,7 +58,7 @@ def summarize(steps: np.ndarray, values: np.ndarray, buckets: int = BUCKETS) -> 
 
 # Drawing --------------------------------------------------------------------------------------------------------------
 
-# panel -> its title and its lines: (column, label, colour)
+# panel -> its title and its lines: (column, label, color)
 _PANELS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
     "loss": ("Training loss", [("loss", "mean", "blue")]),
     "top1": ("Top-1 accuracy, %", [("accuracy", "training", "grey"), ("val_top1", "validation", "blue")]),
@@ -90,20 +91,20 @@ def draw_curves(table: Table) -> Figure:
 
 
 @styled()
-def draw_curve(table: Table, name: str) -> Figure:
-    """One panel for an HTML page, with fixed margins so that panels align."""
+def draw_curve(table: Table, panel: str) -> Figure:
+    """One panel ("loss", "top1" ...) for an HTML page, with fixed margins so that panels align."""
     figure = Figure(PANEL)
-    left, width = 0.115, 0.88
-    axes = figure.add_axes((left, 0.17, width, 0.71))
-    _draw_panel(axes, table, name)
-    axes.set_title(_PANELS[name][0], x=-left / width)
+    left, bottom, width, height = 0.115, 0.17, 0.88, 0.71  # of the axes, as fractions of the figure
+    axes = figure.add_axes((left, bottom, width, height))
+    _draw_panel(axes, table, panel)
+    axes.set_title(_PANELS[panel][0], x=-left / width)  # at the left edge of the figure
     return figure
 
 
 def _draw_panel(axes: Axes, table: Table, name: str) -> None:
     title, lines = _PANELS[name]
-    for column, label, colour in lines:
-        _draw_line(axes, table, column, label=label, colour=colour, scale=100 if title.endswith("%") else 1)
+    for column, label, color in lines:
+        _draw_line(axes, table, column, label=label, color=color, scale=100 if title.endswith("%") else 1)
     axes.set(title=title, xlabel="step")
     first, last = table["step"][[0, -1]]
     margin = 0.02 * (last - first) or 0.5
@@ -121,7 +122,7 @@ def _draw_panel(axes: Axes, table: Table, name: str) -> None:
         axes.legend(loc="lower right" if name == "top1" else "upper right")  # corners that are usually empty
 
 
-def _draw_line(axes: Axes, table: Table, column: str, *, label: str, colour: str, scale: float) -> None:
+def _draw_line(axes: Axes, table: Table, column: str, *, label: str, color: str, scale: float) -> None:
     is_validation = column.startswith("val_")
     steps, *values = summarize(table["step"], table[column], len(table["step"]) + 1 if is_validation else BUCKETS)
     if not len(steps):
@@ -129,7 +130,7 @@ def _draw_line(axes: Axes, table: Table, column: str, *, label: str, colour: str
     mean, low, high = np.clip(np.array(values) * scale, -1e99, 1e99)  # matplotlib's limit
     if column in _WITH_RANGE and (low < high).any():
         axes.fill_between(steps, low, high, color=COLOURS["grey"], alpha=0.4, linewidth=0, label="range")
-    axes.plot(steps, mean, color=COLOURS[colour], label=label, marker="o" if is_validation or len(steps) == 1 else "")
+    axes.plot(steps, mean, color=COLOURS[color], label=label, marker="o" if is_validation or len(steps) == 1 else "")
 
 
 def _use_log_scale_for_decades(axes: Axes) -> None:
@@ -144,7 +145,7 @@ def _use_log_scale_for_decades(axes: Axes) -> None:
 def _mark_skipped(axes: Axes, table: Table) -> None:
     steps = table["step"][table["skipped"] > 0]
     if len(steps):
-        chosen = steps[np.linspace(0, len(steps) - 1, min(len(steps), BUCKETS)).astype(int)]
+        chosen = steps[choose_evenly(len(steps), BUCKETS)]
         bottom = axes.get_xaxis_transform()  # x in steps, y as a fraction of the panel
         style = {"color": COLOURS["orange"], "markersize": 7, "label": "skipped (NaN or Inf)"}
         axes.plot(chosen, np.full(len(chosen), 0.03), "|", transform=bottom, **style)

@@ -1,6 +1,6 @@
 """Figures of an analysis: each function takes numbers and returns a figure.
 
-The title says what is drawn and its unit; colours that stand for numbers have a colour bar.
+The title says what is drawn and its unit; colors that stand for numbers have a color bar.
 """
 
 import math
@@ -14,6 +14,7 @@ from PIL import Image
 
 from plainvit.analyse.embeddings import Filters, filters_to_rgb
 from plainvit.analyse.figures import COLOURS, PANEL, new_axes, styled
+from plainvit.analyse.gallery import choose_evenly
 
 MOST_TILES = 14  # positions along a side of the similarity figure
 
@@ -25,8 +26,8 @@ def draw_filters(filters: Filters) -> Figure:
     columns = min(7, len(images))
     rows = math.ceil(len(images) / columns)
     figure, axes = new_axes((0.7 * columns, 0.83 * rows + 0.3))
-    for at, (image, variance) in enumerate(zip(images, filters.variance, strict=True)):
-        x, y = at % columns, 1.25 * (at // columns)
+    for number, (image, variance) in enumerate(zip(images, filters.variance, strict=True)):
+        x, y = number % columns, 1.25 * (number // columns)
         axes.imshow(image, extent=(x, x + 0.9, y + 0.9, y), interpolation="nearest", aspect="equal")
         axes.text(
             x + 0.45, y + 1, f"{100 * variance:.1f} %", fontsize=6, color=COLOURS["muted"], ha="center", va="center"
@@ -40,9 +41,9 @@ def draw_filters(filters: Filters) -> Figure:
 
 @styled()
 def draw_similarity(similar: np.ndarray, title: str) -> Figure:
-    """A tile for each position: the cosine similarity of its embedding with all others (Figure 7, centre)."""
+    """A tile for each position: the cosine similarity of its embedding with all others (Figure 7, center)."""
     h, w = similar.shape[:2]
-    rows, columns = (np.unique(np.linspace(0, side - 1, min(side, MOST_TILES)).round().astype(int)) for side in (h, w))
+    rows, columns = choose_evenly(h, MOST_TILES), choose_evenly(w, MOST_TILES)
     gap = max(1, h // 12)
     tiles = similar[rows][:, columns]
     figure, axes = new_axes((PANEL[0], 0.5 + 3.2 * min(max(len(rows) * h / (len(columns) * w), 0.2), 2)))
@@ -68,7 +69,7 @@ def _tile_grid(tiles: np.ndarray, gap: int) -> np.ndarray:
 
 
 def _number_tiles(axis: Axis, numbers: np.ndarray, step: int, width: int) -> None:
-    """Labels that count from 1, centred on the tiles."""
+    """Labels that count from 1, centered on the tiles."""
     axis.set_ticks(np.arange(len(numbers)) * step + (width - 1) / 2, [str(number + 1) for number in numbers])
 
 
@@ -77,11 +78,11 @@ def draw_heads(values: np.ndarray, title: str, uniform: float) -> Figure:
     """A dot for each head by layer, the mean of each layer, and the value of uniform attention (Figure 7, right)."""
     layers, heads = values.shape
     figure, axes = new_axes(PANEL)
-    at = np.arange(1, layers + 1)
+    numbers = np.arange(1, layers + 1)
     axes.axhline(uniform, color=COLOURS["grey"], linewidth=1, linestyle=(0, (4, 3)), label="uniform attention")
     dots = {"s": 14, "color": COLOURS["blue"], "alpha": 0.55, "linewidths": 0}
-    axes.scatter(np.repeat(at, heads), values.ravel(), label="head", **dots)
-    axes.plot(at, values.mean(1), color=COLOURS["orange"], marker="" if layers > 1 else "o", label="mean of layer")
+    axes.scatter(np.repeat(numbers, heads), values.ravel(), label="head", **dots)
+    axes.plot(numbers, values.mean(1), color=COLOURS["orange"], marker="" if layers > 1 else "o", label="mean of layer")
     axes.set(xlim=(0.5, layers + 0.5), ylim=(0, 1.06 * max(uniform, float(np.nanmax(values)), 1e-6)))
     axes.set(xlabel="layer", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
@@ -90,9 +91,9 @@ def draw_heads(values: np.ndarray, title: str, uniform: float) -> Figure:
 
 
 def overlay_heat(image: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The map [h, w], scaled to [0, 1], as colours over the image [H, W, 3] in grey."""
+    """The map [h, w], scaled to [0, 1], as colors over the image [H, W, 3] in grey."""
     (height, width), low, high = image.shape[:2], float(values.min()), float(values.max())
     scaled = (values - low) / (high - low) if high > low else np.zeros_like(values)
     large = Image.fromarray((255 * scaled).round().astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
-    colours = 255 * colormaps["plasma"](np.asarray(large))[..., :3]
-    return (0.25 * image.mean(2, keepdims=True) + 0.75 * colours).round().astype(np.uint8)
+    colors = 255 * colormaps["plasma"](np.asarray(large))[..., :3]
+    return (0.25 * image.mean(2, keepdims=True) + 0.75 * colors).round().astype(np.uint8)

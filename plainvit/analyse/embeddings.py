@@ -1,4 +1,4 @@
-"""Filters of the first layer and similarity of position embeddings (Figure 7, left and centre; Figure 10).
+"""Filters of the first layer and similarity of position embeddings (Figure 7, left and center; Figure 10).
 
 filters(model).tiles                     principal components of the patch projection
 similarity(model)                        cosine similarity of every two position embeddings

@@ -18,16 +18,17 @@ from rich.text import Text
 
 from plainvit.analyse.evaluation_report import slug, write_evaluation
 from plainvit.analyse.figures import write_csv
-from plainvit.analyse.gallery import Sample, thumbnail
+from plainvit.analyse.gallery import Sample, choose_evenly, thumbnail
 from plainvit.data.loader import Batch
 from plainvit.data.splits import choose_split
 from plainvit.data.workers import default_workers
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
 from plainvit.evaluate.class_names import warn_permuted
-from plainvit.evaluate.classify import Prepared, Result, classify
+from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.compare import TITLES, published, to_unit
 from plainvit.evaluate.labels import Labels, align
+from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import FEW, describe_accuracy
 from plainvit.runtime.display import Display
@@ -68,12 +69,17 @@ def evaluate_model(
     preprocess overrides single settings of the model, mean and std included. Other options, such as precision and
     image_size, are those of `Predictor`. The default folder is evaluations/MODEL-DATA-SPLIT-HASH.
     """
-    _check_options(out, batch, workers)
+    if out and (out / "config.json").is_file():
+        raise ValueError(f"--out {out} is the folder of a run, which has its own report: choose another folder")
+    if out:
+        make_folder(out)  # fails before the evaluation rather than after it
     world = join_processes(device, TIMEOUT)
 
     def open_model_and_data() -> tuple[Predictor, Labels]:
         source = choose_split(model, data, split, data_root)  # first: it opens faster than weights and fails more often
-        predictor = _load_predictor(model, preprocess or {}, device=world.device, **options)
+        predictor = Predictor(model, device=world.device, **options | (preprocess or {}))
+        if not predictor.classes:
+            raise ValueError(f"{model} has no classification head: fine-tune it first, or evaluate other weights")
         return predictor, align(source, predictor.classes, predictor.class_names, data_root=data_root)
 
     try:
@@ -90,23 +96,6 @@ def evaluate_model(
         world.leave()
 
 
-def _check_options(out: Path | None, batch: int, workers: int | None) -> None:
-    """Fails before the evaluation rather than after it, also if the results cannot be written."""
-    if batch < 1 or (workers or 0) < 0:
-        raise ValueError(f"--batch must be at least 1 and --workers at least 0, got {batch} and {workers}")
-    if out and (out / "config.json").is_file():
-        raise ValueError(f"--out {out} is the folder of a run, which has its own report: choose another folder")
-    if out:
-        make_folder(out)
-
-
-def _load_predictor(model: str | Path, changes: dict[str, Any], **options: Any) -> Predictor:
-    predictor = Predictor(model, **options, **changes)
-    if not predictor.classes:
-        raise ValueError(f"{model} has no classification head: fine-tune it first, or evaluate other weights")
-    return predictor
-
-
 def _classify(
     world: World, predictor: Predictor, labels: Labels, batch: int, workers: int | None, quiet: bool
 ) -> Result:
@@ -115,7 +104,7 @@ def _classify(
     if workers is None:  # starting workers takes longer than a small dataset
         workers = 0 if len(source) < 16 * batch else default_workers()
     options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world, "keep": False}
-    prepared = Prepared(source, predictor.size, predictor.preprocess, **options)
+    evaluation_set = EvaluationSet(source, predictor.size, predictor.preprocess, **options)
     local_images = len(range(world.rank, len(source), world.size))
     with Display("evaluate", local_images, quiet=quiet or not world.is_main) as display:
 
@@ -124,7 +113,7 @@ def _classify(
                 log.warning("%s: %s", source.name(index), reason)
             display.advance(display.done + len(batch.index), "images")
 
-        return classify(predictor, prepared, labels, report_progress)
+        return classify(predictor, evaluation_set, labels, report_progress)
 
 
 def _write_folder(world: World, predictor: Predictor, labels: Labels, result: Result, out: Path | None) -> Evaluation:
@@ -142,8 +131,8 @@ def _write_folder(world: World, predictor: Predictor, labels: Labels, result: Re
 
 def default_name(card: Card) -> str:
     """Model, data, split and a hash of all that affects the result."""
-    words = [slug(card.name), slug(card.data["spec"]), card.data["split"], card.identity()[:8]]
-    return "-".join(word for word in words if word)
+    parts = slug(card.name), slug(card.data["spec"]), card.data["split"], card.identity()[:8]
+    return "-".join(filter(None, parts))
 
 
 # Samples ------------------------------------------------------------------------------------------------------------
@@ -153,25 +142,25 @@ def most_confident_errors(labels: Labels, result: Result, most: int = ERRORS) ->
     """The errors with the highest probability of the predicted class."""
     wrong = np.flatnonzero(~result.right)
     wrong = wrong[np.argsort(-result.probabilities[wrong], kind="stable")][:most]
-    return [_make_sample(labels, result, int(place)) for place in wrong]
+    return [_make_sample(labels, result, row) for row in wrong.tolist()]
 
 
 def choose_samples(labels: Labels, result: Result) -> list[Sample]:
     """The most confident errors, and correct predictions spread over the dataset."""
     wrong = most_confident_errors(labels, result, SAMPLES // 2)
     right = np.flatnonzero(result.right)
-    places = right[np.unique(np.linspace(0, len(right) - 1, SAMPLES - len(wrong)).astype(int))] if len(right) else right
-    return [*wrong, *(_make_sample(labels, result, int(place)) for place in places)]
+    chosen = right[choose_evenly(len(right), SAMPLES - len(wrong))]
+    return [*wrong, *(_make_sample(labels, result, row) for row in chosen.tolist())]
 
 
-def _make_sample(labels: Labels, result: Result, place: int) -> Sample:
-    index = int(result.index[place])
+def _make_sample(labels: Labels, result: Result, row: int) -> Sample:
+    index = int(result.index[row])
     image = thumbnail(labels.source, index)
     return Sample(
         image=np.zeros((1, 1, 3), np.uint8) if image is None else image,  # the file was removed meanwhile
         truth=labels.truth(index),
-        prediction=labels.class_names[result.predictions[place, 0]],
-        probability=float(result.probabilities[place]),
+        prediction=labels.class_names[result.predictions[row, 0]],
+        probability=float(result.probabilities[row]),
         name=labels.source.name(index),
     )
 
@@ -199,6 +188,6 @@ def summary_table(done: Evaluation) -> Group:
     lines = [Text(title, style="bold"), table]
     lines += [Text(f"{100 * row['top1']:.2f} % in {row['source']}", style="dim") for row in published(card)]
     result = done.result
-    words = [result.confidence_sentence, f"report: {done.folder / 'report.html'}"]
-    words += describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
-    return Group(*lines, *(Text(line, overflow="fold") for line in words))
+    notes = [result.confidence_sentence, f"report: {done.folder / 'report.html'}"]
+    notes += describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
+    return Group(*lines, *(Text(note, overflow="fold") for note in notes))

@@ -10,13 +10,13 @@ import numpy as np
 from plainvit.analyse import figures, page
 from plainvit.analyse.confusion import class_section, confusion_section
 from plainvit.analyse.gallery import Sample, predictions_section
+from plainvit.analyse.headline import make_facts, make_headline
 from plainvit.analyse.page import Html, Section
-from plainvit.analyse.scores import make_facts, make_headline
 from plainvit.disk import write_text
 from plainvit.evaluate.card import Card
-from plainvit.evaluate.classify import MOST_CONFUSED, Result
 from plainvit.evaluate.compare import published
 from plainvit.evaluate.labels import Labels
+from plainvit.evaluate.metrics import MOST_CONFUSED, Result
 from plainvit.evaluate.statistics import FEW
 
 
@@ -82,10 +82,10 @@ def draw_calibration(bins: np.ndarray) -> figures.Figure:
     """Reliability diagram: accuracy by predicted probability; opacity shows the number of images."""
     figure, axes = figures.new_axes((4.6, 3.4))
     width, (images, _, accuracy) = 1 / len(bins), bins.T
-    for at, (count, height) in enumerate(zip(images, accuracy, strict=True)):
+    for number, (count, height) in enumerate(zip(images, accuracy, strict=True)):
         if count:
             opacity = 0.25 + 0.75 * float(np.sqrt(count / images.max()))
-            axes.bar((at + 0.5) * width, height, 0.92 * width, color=figures.COLOURS["blue"], alpha=opacity)
+            axes.bar((number + 0.5) * width, height, 0.92 * width, color=figures.COLOURS["blue"], alpha=opacity)
     axes.plot([0, 1], [0, 1], color=figures.COLOURS["orange"], linewidth=1)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="accuracy")
     return figure

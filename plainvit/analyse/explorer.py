@@ -61,15 +61,15 @@ def plan_explorer(model: ViT, images: int, budget: int = BUDGET) -> Plan:
 
 def _list_plans(model: ViT, images: int) -> list[Plan]:
     """From everything to less: fewer images, then coarser maps, then the heads of fewer layers, then no heads."""
-    depth = len(model.blocks)
+    depth, counts = len(model.blocks), range(images, 0, -1)
     head_pools = [1, *(pool for pool in (2, 4) if max(pooled_grid(model, pool)) >= COARSEST)]
-    counts, plans = range(images, 0, -1), []
+    plans = []
     for stride in (1, 2, 3, 4, 6, 8, depth):
-        layers = [layer for layer in range(depth) if (depth - 1 - layer) % stride == 0]  # always the last
-        pools = itertools.product(counts, head_pools, (1, 2))
-        plans += [Plan(count, pool, head_pool, layers) for count, head_pool, pool in pools]
-    plans += [Plan(count, pool, 1, []) for count, pool in itertools.product(counts, (1, 2))]
-    return [*plans, *(Plan(1, pool, 1, []) for pool in (4, 8, 16, 32))]
+        layers = list(range(depth - 1, -1, -stride))[::-1]  # always the last
+        sizes = itertools.product(counts, head_pools, (1, 2))
+        plans += [Plan(count, pool, head_pool, layers) for count, head_pool, pool in sizes]
+    without_heads = [*itertools.product(counts, (1, 2)), *((1, pool) for pool in (4, 8, 16, 32))]
+    return plans + [Plan(count, pool, 1, []) for count, pool in without_heads]
 
 
 class View(NamedTuple):
@@ -150,19 +150,12 @@ def _collect_data(subject: Subject, plan: Plan) -> dict[str, object]:
         "pool": plan.pool,
         "headPool": plan.head_pool,
         "token": "class token" if config.class_token else "first token" if config.prefix else "",
-        "reads": _describe_read_tokens(subject.model),
+        "reads": "" if config.pool != "token" else f"class token{' and the distillation token' * config.distillation}",
         "heat": is_crisp or float(images.float().median()) < DARK,  # shading hides details of small and dark images
         "crisp": is_crisp,
-        "maps": [[data_url(Image.fromarray(view.grey), "png", optimize=True) for view in one] for one in views],
-        "largest": [[view.largest.tolist() for view in one] for one in views],
+        "maps": [[data_url(Image.fromarray(view.grey), "png", optimize=True) for view in row] for row in views],
+        "largest": [[view.largest.tolist() for view in row] for row in views],
     }
-
-
-def _describe_read_tokens(model: ViT) -> str:
-    """The tokens that the head reads; empty if it reads the patches."""
-    if model.config.pool != "token":
-        return ""
-    return "class token and the distillation token" if model.config.distillation else "class token"
 
 
 def _image_url(image: Tensor) -> str:

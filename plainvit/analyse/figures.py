@@ -35,7 +35,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from plainvit.disk import write_atomically
 from plainvit.evaluate.outputs import write_rows
 
-# Okabe and Ito's colour-blind-safe palette; an HTML page gives each name a second value for dark mode
+# Okabe and Ito's color-blind-safe palette; an HTML page gives each name a second value for dark mode
 COLOURS = {
     "paper": "#ffffff",
     "ink": "#1d2329",
@@ -132,7 +132,7 @@ def save(figure: Figure, path: Path) -> None:
 
 @styled()
 def to_svg(figure: Figure, label: str) -> str:
-    """An <svg> element for a page that defines the colours as CSS variables (--ink, --blue ...)."""
+    """An <svg> element for a page that defines the colors as CSS variables (--ink, --blue ...)."""
     matplotlib.rcParams["svg.hashsalt"] = label  # deterministic ids that differ between figures
     buffer = io.StringIO()
     no_metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -143,7 +143,7 @@ def to_svg(figure: Figure, label: str) -> str:
     assert opening, "matplotlib's svg has a viewBox"
     text = f'<svg viewBox="{opening[1]}" role="img" aria-label="{html.escape(label)}">' + text[opening.end() :]
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # ids must be unique in a page
-    variables = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
+    variables = {color: f"var(--{name})" for name, color in COLOURS.items()}
     return re.sub(r"(?<=: )#[0-9a-f]{6}(?=[;\"])", lambda match: variables.get(match[0], match[0]), text).strip()
 
 

@@ -23,8 +23,8 @@ def analyse_filters(subject: Subject) -> Findings:
         "filters",
         "Embedding filters",
         f"Principal components of the {height} x {width} kernels of the first layer, with the variance that each "
-        f"explains (together {explained:.0f} %). Smooth patterns and colours are learned; noise remains from the "
-        "initialisation, and so do colours if the training images are grey. Grey is zero.",
+        f"explains (together {explained:.0f} %). Smooth patterns and colors are learned; noise remains from the "
+        "initialization, and so do colors if the training images are grey. Grey is zero.",
         drawings.draw_filters(filters),
         {"variance": filters.variance.tolist(), "tiles": filters.tiles.round(5).tolist()},
     )
@@ -76,7 +76,10 @@ def analyse_maps(subject: Subject) -> Findings:
     names = subject.names[:SHOWN]
     predictions = subject.describe_predictions(SHOWN)
     captions = [f"{name}: {text}" if text else name for name, text in zip(names, predictions, strict=True)]
-    tiles = _make_tiles(images.permute(0, 2, 3, 1).numpy(), {name: one.float().numpy() for name, one in maps.items()})
+    tiles = []  # for each image: the image, and each map over it
+    for number, image in enumerate(images.permute(0, 2, 3, 1).numpy()):
+        overlays = {name: drawings.overlay_heat(image, heat[number].float().numpy()) for name, heat in maps.items()}
+        tiles.append({"image": image} | overlays)
     rows = zip(tiles, predictions, strict=True)
     cells = [Cell(tile, name, prediction) for row, prediction in rows for name, tile in row.items()]
     yield Finding(
@@ -86,17 +89,9 @@ def analyse_maps(subject: Subject) -> Findings:
         "multiplies attention through the layers, with and without residual connections; the last layer is what the "
         f"head reads{gradient}. A bright object proves little: an untrained model can attend to it, too.",
         draw_cells(cells, len(maps) + 1),
-        {"names": names} | {name: one.float().round(decimals=6).tolist() for name, one in maps.items()},
+        {"names": names} | {name: heat.float().round(decimals=6).tolist() for name, heat in maps.items()},
         html=_map_table(tiles, captions),
     )
-
-
-def _make_tiles(images: np.ndarray, maps: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """For each image [H, W, 3]: the image, and each map over it."""
-    return [
-        {"image": image} | {name: drawings.overlay_heat(image, values[row]) for name, values in maps.items()}
-        for row, image in enumerate(images)
-    ]
 
 
 def _map_table(tiles: list[dict[str, np.ndarray]], captions: list[str]) -> Html:

@@ -56,12 +56,13 @@ class Cell(NamedTuple):
 
 def choose_evenly(count: int, most: int = MOST) -> np.ndarray:
     """Indices of the images on a contact sheet: all, or a number of them spread evenly."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
 
 
 def contact_sheet(source: Source, index: Sequence[int] | np.ndarray, rows: Sequence[Mapping[str, Any]]) -> Figure:
     """The images at `index` with their rows as `plainvit predict` writes them."""
-    return draw_cells([_prediction_cell(source, int(at), row) for at, row in zip(index, rows, strict=True)])
+    pairs = zip(np.asarray(index).tolist(), rows, strict=True)
+    return draw_cells([_prediction_cell(source, position, row) for position, row in pairs])
 
 
 def _prediction_cell(source: Source, index: int, row: Mapping[str, Any]) -> Cell:
@@ -88,8 +89,8 @@ def draw_cells(cells: Sequence[Cell], columns: int = 0) -> Figure:
     columns = columns or min(max(len(cells), 1), 8 if len(cells) > 24 else 6)
     lines = max(math.ceil(len(cells) / columns), 1)
     figure, axes = new_axes((1.3 * columns, 1.3 * TALL * lines))
-    for place, cell in enumerate(cells):
-        _draw_cell(axes, cell, place % columns, place // columns * TALL)
+    for position, cell in enumerate(cells):
+        _draw_cell(axes, cell, position % columns, position // columns * TALL)
     axes.set(xlim=(-0.04, columns - 0.04), ylim=(TALL * lines - 0.04, -0.04), aspect="equal")
     axes.set_axis_off()
     return figure
@@ -97,25 +98,25 @@ def draw_cells(cells: Sequence[Cell], columns: int = 0) -> Figure:
 
 def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
     axes.add_patch(Rectangle((left, top), SIDE, SIDE, facecolor=COLOURS["line"], alpha=0.45, linewidth=0, zorder=-1))
-    if cell.image is not None:  # centred; small images keep sharp pixels
+    if cell.image is not None:  # centered; small images keep sharp pixels
         height, width = cell.image.shape[:2]
         h, w = SIDE * height / max(height, width), SIDE * width / max(height, width)
         x, y = left + (SIDE - w) / 2, top + (SIDE - h) / 2
         smoothing = "nearest" if max(height, width) <= 64 else "antialiased"
         axes.imshow(cell.image, extent=(x, x + w, y + h, y), interpolation=smoothing, aspect="auto")
     below: dict[str, Any] = {"va": "top", "parse_math": False, "clip_on": False}
-    label = shorten(cell.label, 22 if math.isnan(cell.probability) else 15)
+    label = truncate(cell.label, 22 if math.isnan(cell.probability) else 15)
     axes.text(left, top + SIDE + 0.07, label, fontsize=6.5, color=COLOURS["ink"], **below)
-    axes.text(left, top + SIDE + 0.19, shorten(cell.detail, 26, 10), fontsize=4.5, color=COLOURS["muted"], **below)
+    axes.text(left, top + SIDE + 0.19, truncate(cell.detail, 26, 10), fontsize=4.5, color=COLOURS["muted"], **below)
     if math.isnan(cell.probability):
         return
-    for length, colour in ((1.0, COLOURS["line"]), (cell.probability, COLOURS["blue"])):
-        axes.add_patch(Rectangle((left, top + SIDE + 0.02), SIDE * length, 0.025, facecolor=colour, linewidth=0))
+    for length, color in ((1.0, COLOURS["line"]), (cell.probability, COLOURS["blue"])):
+        axes.add_patch(Rectangle((left, top + SIDE + 0.02), SIDE * length, 0.025, facecolor=color, linewidth=0))
     percent = f"{cell.probability:.0%}"
     axes.text(left + SIDE, top + SIDE + 0.07, percent, color=COLOURS["muted"], fontsize=6.5, ha="right", **below)
 
 
-def shorten(text: str, columns: int, ending: int = 0) -> str:
+def truncate(text: str, columns: int, ending: int = 0) -> str:
     """Printable text of at most this many columns, `ending` of them for its end. East Asian characters take two."""
     text = printable(text)
     if cell_len(text) <= columns:
@@ -155,11 +156,11 @@ def _sample_card(sample: Sample) -> Html:
     probability = number(sample.probability)
     confidence = page.NONE if math.isnan(probability) else f"{100 * probability:.0f}{page.SPACE}%"
     first = page.element("b", sample.prediction), page.element("span", confidence, class_="quiet")
-    words = [
+    caption = [
         page.element("div", *first, class_="line"),
         "" if sample.is_correct else page.element("div", page.element("span", "true: ", class_="quiet"), sample.truth),
         page.element("div", sample.name, class_="file", title=sample.name),
     ]
     image = page.embed_image(sample.image, f"{sample.truth}, predicted {sample.prediction}")
     kind = "sample right" if sample.is_correct else "sample wrong"
-    return page.element("figure", image, page.bar(probability), page.element("figcaption", *words), class_=kind)
+    return page.element("figure", image, page.bar(probability), page.element("figcaption", *caption), class_=kind)

@@ -83,15 +83,15 @@ def render_page(
 ) -> str:
     """A page with a title, a lead (plain text or Html) and sections; those that are None are omitted.
 
-    subtitle: words of the small line above the title. The content security policy allows no script but the given one.
+    subtitle: parts of the small line above the title. The content security policy allows no script but the given one.
     """
-    shown, words = [section for section in sections if section], " · ".join(filter(None, subtitle))
+    shown, small = [section for section in sections if section], " · ".join(filter(None, subtitle))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(_read("page.html")).substitute(
         policy=POLICY + (f"; script-src 'sha256-{digest}'" if script else ""),
         title=escape(title),
         style=_make_stylesheet(),
-        eyebrow=element("p", words, class_="eyebrow") if words else "",
+        eyebrow=element("p", small, class_="eyebrow") if small else "",
         lead=lead if isinstance(lead, Html) else element("p", lead, class_="lead"),
         contents=_make_contents(shown) if len(shown) > 2 else "",
         sections=join(element("section", element("h2", title), body, id=_anchor(title)) for title, body in shown),
@@ -111,11 +111,11 @@ def _anchor(title: str) -> str:
 
 def _make_stylesheet() -> str:
     light, dark = (
-        "".join(f"--{name}:{colour};" for name, colour in colours.items())
-        for colours in (figures.COLOURS | {"soft": "#f3f5f6"}, DARK | {"soft": "#1e2327"})
+        "".join(f"--{name}:{color};" for name, color in colors.items())
+        for colors in (figures.COLOURS | {"soft": "#f3f5f6"}, DARK | {"soft": "#1e2327"})
     )
-    colours = f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
-    return colours + _read("page.css")
+    colors = f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return colors + _read("page.css")
 
 
 def _read(name: str) -> str:
@@ -125,8 +125,8 @@ def _read(name: str) -> str:
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Html:
     """A table; the columns in `numbers` are right-aligned."""
     aligned = dict.fromkeys(numbers, "number")
-    head = element("tr", *(element("th", title, class_=aligned.get(at)) for at, title in enumerate(titles)))
-    cells = ([element("td", value, class_=aligned.get(at)) for at, value in enumerate(row)] for row in rows)
+    head = element("tr", *(element("th", title, class_=aligned.get(column)) for column, title in enumerate(titles)))
+    cells = ([element("td", value, class_=aligned.get(column)) for column, value in enumerate(row)] for row in rows)
     body = [element("tr", *row) for row in cells]
     return element("div", element("table", element("thead", head), element("tbody", *body)), class_="scroll")
 
@@ -151,8 +151,8 @@ def bar(fraction: float) -> Html:
     return element("span", element("i", style=f"width:{length:.1f}%"), class_="bar")
 
 
-def notice(*words: object, warning: bool = False) -> Html:
-    return element("p", *words, class_="notice warning" if warning else "notice")
+def notice(*parts: object, warning: bool = False) -> Html:
+    return element("p", *parts, class_="notice warning" if warning else "notice")
 
 
 def fact(name: str, value: str, *under: object, is_headline: bool = False) -> Html:
@@ -189,11 +189,11 @@ def publish_figure(
 
 def embed_image(image: np.ndarray, alt: str, side: int = THUMB) -> Html:
     """An embedded image: PNG if small, otherwise a JPEG thumbnail."""
-    picture = Image.fromarray(image)
-    tiny = max(picture.size) < CRISP
+    thumbnail = Image.fromarray(image)
+    tiny = max(thumbnail.size) < CRISP
     if not tiny:
-        picture.thumbnail((side, side))
-    source = data_url(picture, "png" if tiny else "jpeg", optimize=tiny)
+        thumbnail.thumbnail((side, side))
+    source = data_url(thumbnail, "png" if tiny else "jpeg", optimize=tiny)
     return element("img", src=source, alt=alt, class_="small" if tiny else None)
 
 

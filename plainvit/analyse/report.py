@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 
 from plainvit.analyse import page
-from plainvit.analyse.confusion import class_section, confusion_section, measure_classes
+from plainvit.analyse.confusion import class_section, confusion_section
 from plainvit.analyse.curves import curves_section
 from plainvit.analyse.figures import number, printable
 from plainvit.analyse.gallery import Sample, predictions_section
+from plainvit.analyse.headline import make_facts, make_headline
 from plainvit.analyse.masked import read_masked_figures
 from plainvit.analyse.page import Html, Section
 from plainvit.analyse.run import Run, read_run
-from plainvit.analyse.scores import make_facts, make_headline
-from plainvit.config import Config, to_json
+from plainvit.config import Config, flatten, to_json
 from plainvit.disk import write_text
+from plainvit.evaluate.metrics import class_metrics
 from plainvit.runtime.display import readable
 
 OBJECTIVES = {
@@ -72,7 +73,7 @@ def _summarize(run: Run) -> Html:
 
 
 def _describe_training(run: Run) -> str:
-    """Model, initialisation, objective and data."""
+    """Model, initialization, objective and data."""
     init, data = run.config.get("init"), run.config.get("data")
     text = _describe_model(run.config.get("model") or {}, init)
     text += f", fine-tuned from {init}" if init else ", trained from scratch"
@@ -166,17 +167,17 @@ def _state_notices(run: Run) -> Iterable[Html]:
     if state and state != "done":
         step, steps = number(run.status.get("step")), number(run.status.get("steps"))
         where = "" if math.isnan(step) else f" at step {step:,.0f}" + ("" if math.isnan(steps) else f" of {steps:,.0f}")
-        words = STATES.get(str(state), f"This run ended with state {state!r}")
-        yield page.notice(page.element("b", words), f"{where}{f': {reason}' if reason else ''}.", warning=True)
+        outcome = STATES.get(str(state), f"This run ended with state {state!r}")
+        yield page.notice(page.element("b", outcome), f"{where}{f': {reason}' if reason else ''}.", warning=True)
     if skipped := int((run.curves["skipped"] > 0).sum()):
         yield page.notice(f"{page.pluralize(skipped, 'step')} skipped: loss or gradient was NaN or Inf.", warning=True)
 
 
 def _describe_selection_bias(run: Run) -> str:
-    words = "The weights were selected by validation accuracy, so the validation result is optimistic"
+    bias = "The weights were selected by validation accuracy, so the validation result is optimistic"
     if run.result("test"):
-        return f"{words}; the test images were not used for the selection."
-    return f"{words}: expect less on new images. There is no test split to measure the difference."
+        return f"{bias}; the test images were not used for the selection."
+    return f"{bias}: expect less on new images. There is no test split to measure the difference."
 
 
 # Sections -------------------------------------------------------------------------------------------------------------
@@ -206,7 +207,8 @@ def _confusion_sections(run: Run) -> list[Section]:
     if matrix is None:
         return []
     section = confusion_section(matrix, run.classes, page.SPLIT[run.split], run.folder)
-    return [section, class_section(measure_classes(matrix), run.classes)]
+    metrics = class_metrics(np.diag(matrix), matrix.sum(1), matrix.sum(0))
+    return [section, class_section(metrics, run.classes)]
 
 
 def _command_section(run: Run) -> Section | None:
@@ -235,17 +237,6 @@ def _data_table(run: Run) -> Html:
     for name, part in run.data.get("splits", {}).items():
         values[page.SPLIT[name]] = f"{page.pluralize(part['images'], 'image')}, fingerprint {part['fingerprint']}"
     return page.pairs(values) if values else Html("")
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim": {"lr": 0.001}} as {"optim.lr": 0.001}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        elif key != "kind" or prefix:
-            flat[prefix + key] = value
-    return flat
 
 
 def _format_value(value: object) -> str:

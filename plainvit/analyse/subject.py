@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from plainvit.analyse.gallery import choose_evenly
 from plainvit.analyse.page import Html
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import MissingSplitError, Source, open_source
@@ -109,7 +109,7 @@ def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: i
     source = open_images(spec, split, data_root, model)
     rows: list[tuple[Tensor, str, int]] = []
     unreadable: list[str] = []
-    for index in np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int)).tolist():
+    for index in choose_evenly(len(source), count).tolist():
         try:
             rows.append((predictor.load_image(source.read(index)), source.name(index), int(source.labels[index])))
         except (ImageError, OSError) as error:

@@ -42,7 +42,7 @@ def probe(
     Args:
         data: One or more folders, lists, shards, hf:org/dataset, known datasets, digits or shapes
         split: Split to test on
-        cache: Folder of cached features; default: $XDG_CACHE_HOME/plainvit/features
+        cache: Folder of cached features; default: ~/.cache/plainvit/features
         no_cache: Neither read nor write cached features
         out: Also write the cards to this file, as JSON
         json: Print JSON instead of tables

@@ -30,8 +30,8 @@ from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
 from plainvit.disk import make_folder, read_json, run_folder, run_settings, write_together
-from plainvit.evaluate.classify import Result
 from plainvit.evaluate.labels import Labels
+from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.distributed import World
@@ -167,14 +167,11 @@ def write_card(card: Card, folder: Path, labels: Labels | None = None, result: R
 
 def per_image(labels: Labels, result: Result) -> pa.Table:
     """One row per scored image. Classes are numbers; their names, which may repeat, are in the metadata."""
-    names = [labels.source.name(int(index)) for index in result.index]
-
-    def hash_image(index: int) -> str:
-        return hashlib.blake2b(labels.source.identify(index), digest_size=12).hexdigest()
-
+    source, positions = labels.source, result.index.tolist()
+    hashes = (hashlib.blake2b(source.identify(position), digest_size=12) for position in positions)
     columns = {
-        "name": pa.array([name.encode("utf-8", "replace").decode() for name in names]),
-        "content": pa.array(map(hash_image, result.index.tolist()), pa.string()),
+        "name": pa.array([source.name(position).encode("utf-8", "replace").decode() for position in positions]),
+        "content": pa.array([digest.hexdigest() for digest in hashes]),
         "label": pa.array(result.labels, pa.int32()),
         "prediction": pa.array(result.predictions[:, 0], pa.int32()),
         "probability": pa.array(result.probabilities),
@@ -212,6 +209,9 @@ def _find_faults(card: dict[str, Any]) -> Iterator[str]:
     for part, key in REQUIRED:
         if not isinstance(card[part].get(key), str):
             yield f"{part}.{key} is missing or invalid"
+    config = card["model"].get("config")
+    if not isinstance(config, dict) or not isinstance(config.get("classes"), int):
+        yield "model.config is missing or invalid"
     for name in ("top1", "top5"):
         count, images = card["counts"].get(name), card["images"]
         if not isinstance(count, int) or images < 1 or card["metrics"].get(name) != count / images:
@@ -252,16 +252,15 @@ def read_rows(path: Path, card: Card) -> Rows:
 
 def match_images(a: Rows, b: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Positions of the images that both have; copies of an image are matched in their order."""
-    keys = [_number_copies(rows.content) for rows in (a, b)]
-    _, at_a, at_b = np.intersect1d(*keys, assume_unique=True, return_indices=True)
-    return at_a, at_b
+    _, in_a, in_b = np.intersect1d(_number_copies(a), _number_copies(b), assume_unique=True, return_indices=True)
+    return in_a, in_b
 
 
-def _number_copies(content: np.ndarray) -> list[str]:
-    """Makes the hashes of copies different: the second copy of an image gets the number 2."""
+def _number_copies(rows: Rows) -> list[str]:
+    """Hashes with numbers that make copies different: the second copy of an image gets a 2."""
     counts: Counter[str] = Counter()
     numbered = []
-    for digest in content:
+    for digest in rows.content:
         counts[digest] += 1
         numbered.append(f"{digest} {counts[digest]}")
     return numbered

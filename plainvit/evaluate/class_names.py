@@ -158,10 +158,10 @@ def assign_classes(labels: np.ndarray, predicted: np.ndarray) -> dict[int, int]:
 
 def warn_permuted(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> None:
     """Warns if labels seem permuted, with the first pairs of the mapping."""
-    found = find_permutation(labels, predicted)
-    if not found:
+    permutation = find_permutation(labels, predicted)
+    if permutation is None:
         return
-    mapping, top1 = found
+    mapping, top1 = permutation
     moved = [f"{names[a]!r} -> {names[b]!r}" for a, b in sorted(mapping.items()) if a != b]
     log.warning(
         "the labels seem permuted: top-1 is %.2f %%, but %.2f %% under another one-to-one mapping of the classes "

@@ -7,6 +7,7 @@ Two cards are compared on the images that both evaluated, found by their content
 listed, and runs that differ only in the seed are also compared as groups (seeds.py).
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from plainvit.config import Config
+from plainvit.config import Config, flatten
 from plainvit.disk import run_settings
 from plainvit.evaluate import seeds, statistics
 from plainvit.evaluate.card import Card, Rows, match_images, read_card, read_rows, settings_of
@@ -33,6 +34,7 @@ HEADINGS |= {"ece": "ECE %", "precision": "prec. %"}  # eight columns fit a term
 LEAST_SHARED = 10  # images; all of them if a card has fewer
 IGNORED = Config.OPERATIONAL | {"recipe"}  # settings that do not change results
 MAX_SETTINGS = 12  # printed; --json has all
+Shared = tuple[np.ndarray, np.ndarray]  # positions of the images that two cards share, in the rows of each
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class Entry:
     card: Card
     rows: Rows
 
-    @property
+    @functools.cached_property
     def settings(self) -> dict[str, Any]:
         """Settings of its run that affect results, named as the flags are; {} if the run is unknown."""
-        stored = _flatten(settings_of(self.path, self.card))
+        stored = flatten(settings_of(self.path, self.card))
         return {key: value for key, value in stored.items() if key.partition(".")[0] not in IGNORED}
 
     def as_run(self) -> seeds.Run:
@@ -69,9 +71,10 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
     first = entries[0]
     rows = [_describe(entry) for entry in entries]
     for row, entry in zip(rows[1:], entries[1:], strict=True):
-        row["difference"] = difference(first, entry)
+        shared = match_images(first.rows, entry.rows)
+        row["difference"] = difference(first, entry, shared)
         row["settings"] = compare_settings(first, entry)
-        row["remarks"] = list(_list_remarks(first, entry))
+        row["remarks"] = list(_list_remarks(first, entry, shared))
     groups = seeds.groups([entry.as_run() for entry in entries if entry.settings])
     return {"data": first.card.data, "images": first.card.images, "cards": rows, "groups": groups}
 
@@ -92,6 +95,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
         "path": str(entry.path),
         "model": card.name,
         "weights": card.model["weights"],
+        "classes": card.model["config"]["classes"],
         "images": card.images,
         "unreadable": card.unreadable,
         "metrics": card.metrics,
@@ -100,7 +104,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _list_remarks(a: Entry, b: Entry) -> Iterator[str]:
+def _list_remarks(a: Entry, b: Entry, shared: Shared) -> Iterator[str]:
     """Differences besides the settings that may affect the result."""
     if a.card.model["weights"] == b.card.model["weights"]:
         yield "the weights are the same"
@@ -111,30 +115,22 @@ def _list_remarks(a: Entry, b: Entry) -> Iterator[str]:
     versions = [entry.card.environment.get("plainvit") for entry in (a, b)]
     if versions[0] != versions[1]:
         yield f"plainvit differs: {versions[0]} and {versions[1]}"
-    at_a, at_b = match_images(a.rows, b.rows)
     ours, theirs = (
-        np.unique(truth.astype(str), return_inverse=True)[1] for truth in (a.rows.truth[at_a], b.rows.truth[at_b])
+        np.unique(entry.rows.truth[rows].astype(str), return_inverse=True)[1]
+        for entry, rows in zip((a, b), shared, strict=True)
     )
     classes = assign_classes(ours, theirs)  # classes may have other names
     differing = sum(classes.get(int(label)) != other for label, other in zip(ours, theirs, strict=True))
     if differing:
-        yield f"{differing:,} of the {len(at_a):,} shared images have different labels"
+        yield f"{differing:,} of the {len(ours):,} shared images have different labels"
 
 
 def compare_settings(a: Entry, b: Entry) -> dict[str, list[Any]]:
     """{"model.posemb": ["1d", "none"]}: different settings of the runs or, if one is unknown, of the models."""
     ours, theirs = a.settings, b.settings
     if not ours or not theirs:
-        ours, theirs = (_flatten({"model": entry.card.model.get("config", {})}) for entry in (a, b))
+        ours, theirs = (flatten({"model": entry.card.model["config"]}) for entry in (a, b))
     return {key: [ours.get(key), theirs.get(key)] for key in ours | theirs if ours.get(key) != theirs.get(key)}
-
-
-def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim": {"lr": 0.001}} -> {"optim.lr": 0.001}, as the flags are named."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _describe_preprocess(card: Card) -> str:
@@ -147,23 +143,23 @@ def _describe_preprocess(card: Card) -> str:
 # Differences ----------------------------------------------------------------------------------------------------------
 
 
-def difference(a: Entry, b: Entry) -> dict[str, Any]:
+def difference(a: Entry, b: Entry, shared: Shared) -> dict[str, Any]:
     """b - a of top1, top5 and nll on the shared images, with interval and p-value."""
     if a.card.data["rule"] != b.card.data["rule"]:
         rules = f"{a.card.data['rule']!r} and {b.card.data['rule']!r}"
         raise ValueError(f"{a.name} and {b.name} count different predictions as correct: {rules}")
-    at_a, at_b = match_images(a.rows, b.rows)
-    shared, fewest = len(at_a), min(len(a.rows.truth), len(b.rows.truth))
-    if shared < min(LEAST_SHARED, fewest):
+    in_a, in_b = shared
+    fewest = min(len(a.rows.truth), len(b.rows.truth))
+    if len(in_a) < min(LEAST_SHARED, fewest):
         raise ValueError(
-            f"{a.name} and {b.name} share {shared} of {fewest:,} images, too few to compare: evaluate both on the same "
-            "data with `plainvit evaluate MODEL --data DATA`"
+            f"{a.name} and {b.name} share {len(in_a)} of {fewest:,} images, too few to compare: evaluate both on the "
+            "same data with `plainvit evaluate MODEL --data DATA`"
         )
     return {
-        "shared": shared,
-        "top1": _compare_accuracy(a.rows.right[at_a], b.rows.right[at_b]),
-        "top5": _compare_accuracy(a.rows.right5[at_a], b.rows.right5[at_b]),
-        "nll": _compare_means(b.rows.nll[at_b] - a.rows.nll[at_a]),
+        "shared": len(in_a),
+        "top1": _compare_accuracy(a.rows.right[in_a], b.rows.right[in_b]),
+        "top5": _compare_accuracy(a.rows.right5[in_a], b.rows.right5[in_b]),
+        "nll": _compare_means(b.rows.nll[in_b] - a.rows.nll[in_a]),
     }
 
 
@@ -180,10 +176,10 @@ def _compare_accuracy(left: np.ndarray, right: np.ndarray) -> dict[str, Any]:
 
 def _compare_means(differences: np.ndarray) -> dict[str, Any]:
     """The mean difference with its interval and the p-value of a z-test."""
-    centre, ends = float(differences.mean()), list(statistics.mean_interval(differences))
+    center, ends = float(differences.mean()), list(statistics.mean_interval(differences))
     error = (ends[1] - ends[0]) / 2 / statistics.Z
-    p = math.erfc(abs(centre) / error / math.sqrt(2)) if error > 0 else math.nan if error else float(centre == 0)
-    return {"difference": centre, "interval": ends, "p": p}
+    p = math.erfc(abs(center) / error / math.sqrt(2)) if error > 0 else math.nan if error else float(center == 0)
+    return {"difference": center, "interval": ends, "p": p}
 
 
 def published(card: Card) -> list[dict[str, Any]]:
@@ -217,7 +213,8 @@ def table(report: dict[str, Any]) -> Group:
 
 def _make_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row per card, a column per metric."""
-    metrics = [name for name in TITLES if any(name in row["metrics"] for row in rows)]
+    hidden = () if _has_many_classes(rows) else ("top5",)
+    metrics = [name for name in TITLES if name not in hidden and any(name in row["metrics"] for row in rows)]
     shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     shown.add_column("", overflow="fold", min_width=8)
     for title in (*(HEADINGS[name] for name in metrics), "images"):
@@ -256,11 +253,12 @@ def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Tex
     same = shared == row["images"] == first["images"]
     images = "the same images" if same else f"{shared:,} shared of {first['images']:,} and {row['images']:,} images"
     lines = [Text(f"{row['name']} - {first['name']}, on {images}:")]
-    for name in ("top1", "top5", "nll"):
+    for name in ("top1", "top5", "nll") if _has_many_classes([row]) else ("top1", "nll"):
         result = row["difference"][name]
         scale, unit, digits = (1, "", 4) if name == "nll" else (100, " points", 2)
         change, low, high = (f"{scale * value:+.{digits}f}" for value in (result["difference"], *result["interval"]))
-        lines.append(Text(f"  {TITLES[name]} {change}{unit}, 95 % {low} to {high}, {_describe_p(result['p'])}"))
+        interval = "no interval" if math.isnan(result["interval"][0]) else f"95 % {low} to {high}"
+        lines.append(Text(f"  {TITLES[name]} {change}{unit}, {interval}, {_describe_p(result['p'])}"))
         if name != "nll":
             counts = f"{row['name']}: {result['only_this']}, only in {first['name']}: {result['only_first']}"
             lines.append(Text(f"    correct only in {counts}"))
@@ -271,13 +269,18 @@ def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Tex
     return lines + [Text(f"  {remark}", style="yellow") for remark in row["remarks"]]
 
 
+def _has_many_classes(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether top-5 is worth showing."""
+    return any(row["classes"] > statistics.FEW for row in rows)
+
+
 def to_unit(name: str, value: float) -> str:
     """A metric with its unit: fractions in percent or percentage points."""
     return f"{_format(name, value)} {UNITS[name]}" if name in UNITS else _format(name, value)
 
 
 def _format(name: str, value: Any) -> str:
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or math.isnan(value):
         return "-"
     return f"{100 * value:.2f}" if name in UNITS else f"{value:.4f}"
 

@@ -62,7 +62,9 @@ def table(described: dict[str, Any]) -> Group:
     prepared = ", ".join(f"{key} {value}" for key, value in described["preprocess"].items())
     shown.add_row("preprocess", prepared, described["sources"]["preprocess"])
     names = described["class_names"]
-    shown.add_row("class names", f"{len(names)}: {', '.join(names[:3])} ..." if names else "none", "")
+    shown.add_row(
+        "class names", f"{len(names)}: {', '.join(names[:3])}{' ...' * (len(names) > 3)}" if names else "none", ""
+    )
     title = f"{described['family']}, {described['parameters']:,} parameters, head: {described['head']}"
     heading = Text.assemble((described["source"], "bold"), f": {title}\n")
     return Group(heading, shown, *(f"note: {note}" for note in described["notes"]))

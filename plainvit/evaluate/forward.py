@@ -3,7 +3,6 @@
 plainvit inspect ViT-B/16
 """
 
-import time
 from typing import Any
 
 import torch
@@ -17,21 +16,18 @@ from plainvit.models import Trace, create
 
 
 def report(name: str, image_size: int = 224, seed: int = 0) -> dict[str, Any]:
-    """Settings of a named model, and shape, mean and std of each intermediate for a colour gradient."""
+    """Settings of a named model, and shape, mean and std of each intermediate for a color gradient."""
     model = create(name, image_size=image_size, seed=seed).eval()
     pixels = make_gradient(image_size)
     trace = Trace("*")
     with torch.inference_mode():
-        start = time.perf_counter()
-        model(pixels)
-        seconds = time.perf_counter() - start
         model(pixels, trace)
     steps = [
         {"name": step, "shape": list(x.shape), "mean": x.mean().item(), "std": x.std(correction=0).item()}
         for step, x in trace.items()
     ]
     settings = {key: value for key, value in to_json(model.config).items() if key != "kind"}
-    return {"name": name, "settings": settings, "milliseconds": 1000 * seconds, "steps": steps}
+    return {"name": name, "settings": settings, "steps": steps}
 
 
 def tables(described: dict[str, Any]) -> Group:
@@ -50,7 +46,7 @@ def tables(described: dict[str, Any]) -> Group:
     return Group(
         Text.assemble((described["name"], "bold"), "  ", (settings, "dim"), "\n"),
         shown,
-        f"\none image, fresh weights, {described['milliseconds']:.0f} ms on the CPU; all blocks: --json",
+        "\none image, fresh weights; all blocks: --json",
     )
 
 

@@ -74,7 +74,7 @@ class Unreadable(Source):
 
 
 def find(
-    words: Sequence[str],
+    names: Sequence[str],
     *,
     split: str = "test",
     data_root: str | Path | None = None,
@@ -84,31 +84,31 @@ def find(
 
     `lines` replaces standard input, whose lines are the names that "-" stands for.
     """
-    entries = (entry for word in words for entry in _resolve(word, split, data_root, lines))
+    entries = (entry for name in names for entry in _resolve(name, split, data_root, lines))
     inputs: list[Input] = []
     for are_paths, group in itertools.groupby(entries, lambda entry: isinstance(entry, str)):
         members: list[Any] = list(group)
         inputs += [("", Files("", members, np.full(len(members), -1), ()))] if are_paths else members
     if not sum(len(source) for _, source in inputs):
-        raise DataError(f"no images found in {' '.join(words) or 'an empty list of inputs'}")
+        raise DataError(f"no images found in {' '.join(names) or 'an empty list of inputs'}")
     return Inputs(inputs)
 
 
 def _resolve(
-    word: str, split: str, data_root: str | Path | None, lines: Iterable[bytes] | None
+    name: str, split: str, data_root: str | Path | None, lines: Iterable[bytes] | None
 ) -> Iterator[str | Input]:
     """Paths of images, and sources of what holds several."""
-    if word == "-":
+    if name == "-":
         given = sys.stdin.buffer if lines is None and sys.stdin else lines  # sys.stdin is None if it is closed
         yield from _read_names(given or (), split)
-    elif os.path.lexists(word):
-        yield from _open_path(word, split)
-    elif glob.has_magic(word):
-        yield from _match(word, split)
-    elif word in known.SETS or word.partition(":")[0] in ("hf", "digits", "shapes"):
-        yield f"{word}/", open_source(word, split, data_root=data_root)
+    elif os.path.lexists(name):
+        yield from _open_path(name, split)
+    elif glob.has_magic(name):
+        yield from _match(name, split)
+    elif name in known.SETS or name.partition(":")[0] in ("hf", "digits", "shapes"):
+        yield f"{name}/", open_source(name, split, data_root=data_root)
     else:
-        raise DataError(f"there is no file, folder or dataset {word}")
+        raise DataError(f"there is no file, folder or dataset {name}")
 
 
 def _open_path(path: str, split: str) -> Iterator[str | Input]:

@@ -29,6 +29,7 @@ from plainvit.data.sources import Source, Subset
 from plainvit.evaluate.class_names import IMAGENET, are_numbers, is_imagenet, match_classes
 
 log = logging.getLogger("plainvit")
+SUBSETS = ("imagenet-v2", "imagenet-sketch", "imagenet-a", "imagenet-r")
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,7 @@ def align(source: Source, classes: int, names: Sequence[str] = (), *, data_root:
     """The correct classes of each image for a model with `classes` classes and these names, if it has any."""
     check_labels(source)
     spec = source.spec
-    special = {"imagenet-real": _align_real} | dict.fromkeys(SUBSETS, _align_subset)
-    if spec not in special or (classes != IMAGENET and classes == len(source.classes)):
+    if spec not in ("imagenet-real", *SUBSETS) or (classes != IMAGENET and classes == len(source.classes)):
         return _align_labels(source, classes, tuple(names))
     if classes != IMAGENET:
         raise DataError(f"{spec} needs a model of ImageNet's 1,000 classes, but the model has {classes:,}")
@@ -73,7 +73,9 @@ def align(source: Source, classes: int, names: Sequence[str] = (), *, data_root:
         log.warning(
             "the model's class names are not ImageNet's (0 is %r): %s is scored by class number", names[0], spec
         )
-    return special[spec](source, tuple(names), spec, Path(data_root or "."))
+    if spec in SUBSETS:
+        return _align_subset(source, tuple(names))
+    return _align_real(source, tuple(names), real_labels(Path(data_root or ".")))
 
 
 def check_labels(source: Source) -> None:
@@ -105,23 +107,22 @@ def _use_labels(source: Source, rule: str, columns: np.ndarray | None) -> Labels
 
 # Subsets of ImageNet --------------------------------------------------------------------------------------------------
 
-SUBSETS = ("imagenet-v2", "imagenet-sketch", "imagenet-a", "imagenet-r")
 
-
-def _align_subset(source: Source, names: tuple[str, ...], spec: str, _: Path) -> Labels:
+def _align_subset(source: Source, names: tuple[str, ...]) -> Labels:
     """Each folder is a class of ImageNet; the prediction is the best of the set's classes."""
+    spec = source.spec
     columns = np.array([_parse_class(name, spec) for name in source.classes])
-    expected = imagenet().get(spec, range(IMAGENET))
-    present, wanted = set(columns.tolist()), set(expected)
-    if present != wanted:
-        missing, extra = (
-            [wordnet_ids()[label] for label in sorted(labels)] for labels in (wanted - present, present - wanted)
+    present, expected = set(columns.tolist()), set(imagenet().get(spec, range(IMAGENET)))
+    if present != expected:
+        counts = f"{len(expected - present)} are missing, {len(present - expected)} are unexpected"
+        example = wordnet_ids()[min(present ^ expected)]
+        raise DataError(
+            f"{spec} has a folder for each of its {len(expected)} classes, but here {counts} (such as {example}): "
+            "check --data-root"
         )
-        counts = f"{len(missing)} missing ({', '.join(missing[:3])}), {len(extra)} unexpected ({', '.join(extra[:3])})"
-        raise DataError(f"{spec} has a folder for each of its {len(wanted)} classes, here: {counts}; check --data-root")
     among = "" if len(expected) == IMAGENET else f", predicted among the {len(expected)} classes of {spec}"
     labels = _use_labels(source, f"the label{among}", columns)
-    return replace(labels, class_names=tuple(names[at] for at in columns)) if names else labels
+    return replace(labels, class_names=tuple(names[label] for label in columns)) if names else labels
 
 
 def _parse_class(name: str, spec: str) -> int:
@@ -136,16 +137,15 @@ def _parse_class(name: str, spec: str) -> int:
 # Several correct classes ----------------------------------------------------------------------------------------------
 
 
-def _align_real(source: Source, names: tuple[str, ...], spec: str, data_root: Path) -> Labels:
+def _align_real(source: Source, names: tuple[str, ...], lists: list[list[int]]) -> Labels:
     """Lists are found by the number in ILSVRC2012_val_00000001.JPEG, in any order of files."""
-    lists = real_labels(data_root)
-    numbers = [_parse_number(source.name(index), source.spec) for index in range(len(source))]
+    numbers = [_parse_number(source.name(index)) for index in range(len(source))]
     if len(set(numbers)) < len(numbers):
-        raise DataError(f"{spec}: two images have the same number in their names")
+        raise DataError("imagenet-real: two images have the same number in their names")
     correct = [lists[number - 1] for number in numbers]
     keep = np.array([position for position, classes in enumerate(correct) if classes], int)
     if not len(keep):
-        raise DataError(f"{spec}: no image has a label in ReaL's lists")
+        raise DataError("imagenet-real: no image has a label in ReaL's lists")
     right = np.full((len(keep), max(map(len, lists))), -1, np.int64)
     for row, position in enumerate(keep):
         right[row, : len(correct[position])] = correct[position]
@@ -154,8 +154,8 @@ def _align_real(source: Source, names: tuple[str, ...], spec: str, data_root: Pa
     return Labels(Subset(source, keep), rule, right, names or source.classes, None, single=False, left_out=left_out)
 
 
-def _parse_number(name: str, spec: str) -> int:
+def _parse_number(name: str) -> int:
     match = re.search(r"ILSVRC2012_val_(\d{8})", name)
     if not match or not 1 <= int(match[1]) <= 50_000:
-        raise DataError(f"{spec}: the file {name!r} is not named like ILSVRC2012_val_00000001.JPEG")
+        raise DataError(f"imagenet-real: the file {name!r} is not named like ILSVRC2012_val_00000001.JPEG")
     return int(match[1])

@@ -117,7 +117,7 @@ def _write_csv(path: Path, tables: Iterator[pa.Table]) -> None:
     """name, label_1, probability_1, label_2 ..., error."""
     first = next(tables)
     top = int((first.schema.metadata or {})[b"top"])
-    pairs = [f"{word}_{place}" for place in range(1, top + 1) for word in ("label", "probability")]
+    pairs = [f"{title}_{rank}" for rank in range(1, top + 1) for title in ("label", "probability")]
     with path.open("w", encoding="utf-8", newline="") as file:
         write_rows(file, [["name", *pairs, "error"]])
         for table in itertools.chain([first], tables):
@@ -178,7 +178,7 @@ def check_out(out: Path, allowed: Sequence[str]) -> None:
         raise ValueError(f"cannot write {out}: {'it is' if out.is_dir() else f'{out.parent} is not'} a folder")
 
 
-def summarise(tables: Iterator[pa.Table], keep: np.ndarray) -> tuple[tuple[int, int, str], list[dict[str, Any]]]:
+def summarize(tables: Iterator[pa.Table], keep: np.ndarray) -> tuple[tuple[int, int, str], list[dict[str, Any]]]:
     """Returns (rows, rows with an error, first error), and the rows at the positions in `keep`."""
     rows, bad, first, kept = 0, 0, "", []
     for table in tables:

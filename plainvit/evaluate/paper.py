@@ -8,6 +8,7 @@ Source: arXiv 2010.11929; the numbers are in paper.json. Rows are models and col
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,14 +72,18 @@ def add_cards(paper: PaperTable, paths: Sequence[Path]) -> PaperTable:
             )
         if card.data["split"] not in ("test", official_split(spec, "test")):
             raise ValueError(f"{path} is on the {card.data['split']} split, but the paper reports the test split")
-        name = f"yours: {Path(settings_of(path, card).get('init') or card.name).name}"
-        by_model.setdefault(name, {}).setdefault(spec, []).append(100 * card.metrics["top1"])
+        init = str(Path(settings_of(path, card).get("init") or card.name))
+        by_model.setdefault(init, {}).setdefault(spec, []).append(100 * card.metrics["top1"])
+    names = Counter(Path(init).name for init in by_model)
     specs = paper.columns.values()
-    rows = [(name, [_summarise(sets.get(spec, [])) for spec in specs]) for name, sets in by_model.items()]
+    rows = []
+    for init, sets in by_model.items():
+        name = Path(init).name if names[Path(init).name] == 1 else init
+        rows.append((f"yours: {name}", [_summarize(sets.get(spec, [])) for spec in specs]))
     return replace(paper, rows=[*paper.rows, *rows])
 
 
-def _summarise(values: list[float]) -> Cell:
+def _summarize(values: list[float]) -> Cell:
     return [statistics.fmean(values), statistics.stdev(values)] if len(values) > 1 else values[0] if values else None
 
 
@@ -87,8 +92,8 @@ def render(paper: PaperTable) -> Group:
     grid = [["", *paper.columns], *([name, *_format_row(paper, cells)] for name, cells in paper.rows)]
     grid = list(zip(*grid, strict=True)) if len(paper.columns) > len(paper.rows) else grid
     shown = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
-    for at, title in enumerate(grid[0]):
-        shown.add_column(Text(title.replace(" (", "\n(")), justify="right" if at else "left", overflow="fold")
+    for column, title in enumerate(grid[0]):
+        shown.add_column(Text(title.replace(" (", "\n(")), justify="right" if column else "left", overflow="fold")
     for line in grid[1:]:
         shown.add_row(*map(Text, line))
     notes = [Text(f"- {note}", style="dim") for note in paper.notes]
@@ -96,8 +101,8 @@ def render(paper: PaperTable) -> Group:
 
 
 def _format_row(paper: PaperTable, cells: Sequence[Cell]) -> list[str]:
-    places = [paper.digits if spec else 0 for spec in paper.columns.values()]
-    return [_format_cell(cell, digits) for cell, digits in zip(cells, places, strict=True)]
+    column_digits = [paper.digits if spec else 0 for spec in paper.columns.values()]
+    return [_format_cell(cell, digits) for cell, digits in zip(cells, column_digits, strict=True)]
 
 
 def _format_cell(cell: Cell, digits: int) -> str:

@@ -26,14 +26,14 @@ from plainvit.config import to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
 from plainvit.disk import run_folder
-from plainvit.evaluate.outputs import FEATURES, ROWS, Parts, check_out, summarise
+from plainvit.evaluate.outputs import FEATURES, ROWS, Parts, check_out, summarize
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.runtime.display import Display
 from plainvit.runtime.folder import read_results
 
 PART = 1024  # images per part of the output, rounded up to full batches
-NOT_FINITE = "the prediction is not finite (NaN or Inf)"
+NON_FINITE = "the prediction is NaN or Inf"
 
 OutputBatches = Iterator[tuple[int, pa.Table]]  # (step, rows of its batch), in any order
 Engine = Callable[["PredictionJob", Source, np.ndarray], OutputBatches]
@@ -82,7 +82,7 @@ class PredictionJob:
         """One row per image: name, predictions or features, error."""
         finite, *outputs = output.wait()
         pairs = zip(errors, finite.tolist(), strict=True)
-        errors = [NOT_FINITE if error is None and not is_finite else error for error, is_finite in pairs]
+        errors = [NON_FINITE if error is None and not is_finite else error for error, is_finite in pairs]
         if self.top:
             probabilities, classes = outputs
             values = self._make_predictions(probabilities, classes, errors)
@@ -182,7 +182,8 @@ def predict_batches(job: PredictionJob, source: Source, index: np.ndarray, batch
     while pending:
         (batch, output), pending = pending, next(started, None)
         positions, bad = index[batch.index], dict(batch.bad)
-        names, errors = [source.name(int(at)) for at in positions], [bad.get(int(at)) for at in batch.index]
+        names = [source.name(position) for position in positions.tolist()]
+        errors = [bad.get(position) for position in batch.index.tolist()]
         yield int(positions[0]) // job.batch, job.rows(output, names, errors)
 
 
@@ -223,11 +224,11 @@ class Summary:
     @property
     def line(self) -> str:
         computed = self.images - self.resumed
-        words = [f"{self.images:,} images"]
-        words += [f"{self.unreadable:,} failed ({self.first_error})"] if self.unreadable else []
-        words += [f"{self.resumed:,} resumed"] if self.resumed else []
-        words += [f"{computed / self.seconds:,.0f} images/s"] if computed else []
-        return f"{', '.join(words)}: {self.out}"
+        counts = [f"{self.images:,} images"]
+        counts += [f"{self.unreadable:,} failed ({self.first_error})"] if self.unreadable else []
+        counts += [f"{self.resumed:,} resumed"] if self.resumed else []
+        counts += [f"{computed / self.seconds:,.0f} images/s"] if computed else []
+        return f"{', '.join(counts)}: {self.out}"
 
 
 def write(
@@ -256,7 +257,7 @@ def write(
             parts.add(step, table)
             done += len(table)
             display.advance(done, f"{(done + todo - len(source)) / (time.monotonic() - start):,.0f}/s")
-    counts, kept = summarise(parts.tables(), np.asarray(keep, np.int64))
+    counts, kept = summarize(parts.tables(), np.asarray(keep, np.int64))
     parts.finish()
     return Summary(str(out), *counts, len(source) - todo, time.monotonic() - start), kept
 

@@ -1,15 +1,15 @@
-"""Probes of features [N, D] with labels: few-shot least squares, nearest neighbours, logistic regression.
+"""Probes of features [N, D] with labels: few-shot least squares, nearest neighbors, logistic regression.
 
     solve(features, labels, classes, l2=1024).predict(others)
-    neighbours(features, labels, classes, others, ks=(1, 20))
+    neighbors(features, labels, classes, others, ks=(1, 20))
     logistic(features, labels, classes, l2=1e-3).predict(others)
 
-Few-shot is the paper's measure (4.1): l2-regularised least squares onto {-1, 1}, with the constants of big_vision's
+Few-shot is the paper's measure (4.1): l2-regularized least squares onto {-1, 1}, with the constants of big_vision's
 `fewshot_lsr`. k-NN votes are weighted by cosine similarity, as in DINO (arXiv 2104.14294). The linear probe is
 multinomial logistic regression by L-BFGS. All run on the CPU; least squares and logistic regression in float64.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from plainvit.evaluate.grid import choose_best
 from plainvit.models.inference import check_finite
 
 SHOTS, SEEDS, L2 = (1, 5, 10, 25), 3, 2.0**10  # big_vision's configs/common_fewshot.py
-BIAS = 100.0  # the constant feature: large, so that its weight is hardly regularised
+BIAS = 100.0  # the constant feature: large, so that its weight is hardly regularized
 STD_EPS = 1e-5
 TEMPERATURE = 0.07  # DINO's
 KS = (1, 5, 10, 20, 100, 200)
@@ -31,16 +31,17 @@ ROWS = 4096  # of features at once
 
 @dataclass
 class LinearClassifier:
-    """A linear classifier of standardised features, in float64."""
+    """A linear classifier of standardized features, in float64."""
 
     mean: Tensor  # [D]
     std: Tensor  # [D]
     weights: Tensor  # [D, K]
     bias: Tensor  # [K]
+    converged: bool = True  # False if the optimizer stopped before the minimum
 
     def scores(self, features: Tensor) -> Tensor:
         """[M, K]."""
-        return standardise(features, self.mean, self.std) @ self.weights + self.bias
+        return standardize(features, self.mean, self.std) @ self.weights + self.bias
 
     def predict(self, features: Tensor) -> Tensor:
         """[M] classes."""
@@ -54,7 +55,7 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std + STD_EPS
 
 
-def standardise(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def standardize(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (features.double() - mean) / std
 
 
@@ -72,9 +73,9 @@ def draw_shots(labels: np.ndarray, classes: int, shots: Sequence[int], seed: int
 
 
 def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> LinearClassifier:
-    """Least squares onto {-1, 1}, penalised by l2 times the squared weights.
+    """Least squares onto {-1, 1}, penalized by l2 times the squared weights.
 
-    Standardised features are centred, so big_vision's constant feature is orthogonal to them. Its weight is solved
+    Standardized features are centered, so big_vision's constant feature is orthogonal to them. Its weight is solved
     separately, so that its square, N x 10^4, does not harm the conditioning.
     """
     _check(features, labels, classes)
@@ -83,7 +84,7 @@ def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> Lin
     gram = l2 * torch.eye(width, dtype=torch.float64)
     sums = torch.zeros(classes, width, dtype=torch.float64)
     for part, part_labels in zip(features.split(ROWS), labels.split(ROWS), strict=True):
-        rows = standardise(part, mean, std)
+        rows = standardize(part, mean, std)
         gram.addmm_(rows.T, rows)
         sums.index_add_(0, part_labels, rows)
     cross = (2 * sums - sums.sum(0)).T  # X'Y for Y = 2 onehot - 1
@@ -92,17 +93,17 @@ def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> Lin
     return LinearClassifier(mean, std, torch.linalg.solve(gram, cross), bias)
 
 
-# Nearest neighbours ---------------------------------------------------------------------------------------------------
+# Nearest neighbors ---------------------------------------------------------------------------------------------------
 
 
-def neighbours(
+def neighbors(
     features: Tensor,
     labels: Tensor,
     classes: int,
     others: Tensor,
     ks: Sequence[int] = KS,
 ) -> dict[int, Tensor]:
-    """Predicted classes for each k, by cosine similarity: a neighbour has exp(cosine / TEMPERATURE) votes.
+    """Predicted classes for each k, by cosine similarity: a neighbor has exp(cosine / TEMPERATURE) votes.
 
     Ties go to the earlier image and to the lower class. A zero vector has cosine 0 to all others.
     """
@@ -138,13 +139,6 @@ def _find_nearest(cosines: Tensor, k: int) -> tuple[Tensor, Tensor]:
 # Linear probe ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Logistic(LinearClassifier):
-    """A softmax classifier."""
-
-    converged: bool
-
-
 def logistic(
     features: Tensor,
     labels: Tensor,
@@ -153,11 +147,11 @@ def logistic(
     *,
     steps: int = 500,
     tolerance: float = 1e-6,
-    start: Logistic | None = None,
-) -> Logistic:
-    """Minimises mean cross-entropy + l2 / 2 |weights|^2, without a penalty on the bias, by full-batch L-BFGS.
+    start: LinearClassifier | None = None,
+) -> LinearClassifier:
+    """Minimizes mean cross-entropy + l2 / 2 |weights|^2, without a penalty on the bias, by full-batch L-BFGS.
 
-    scikit-learn's LogisticRegression with C = 1 / (l2 N) has the same minimum on standardised features.
+    scikit-learn's LogisticRegression with C = 1 / (l2 N) has the same minimum on standardized features.
     `converged`: no element of the gradient exceeds 2 * tolerance.
     """
     _check(features, labels, classes)
@@ -166,22 +160,15 @@ def logistic(
     mean, std = moments(features)
     weights = start.weights.clone() if start else torch.zeros(features.shape[1], classes, dtype=torch.float64)
     bias = start.bias.clone() if start else torch.zeros(classes, dtype=torch.float64)
-    rows = standardise(features, mean, std)
+    rows = standardize(features, mean, std)
 
     def objective() -> Tensor:
         loss, weights.grad, bias.grad = _cross_entropy(rows, labels, weights, bias)
         weights.grad += l2 * weights
         return loss + l2 / 2 * weights.square().sum()
 
-    _minimise(objective, (weights, bias), steps, tolerance)
-    objective()  # sets the gradients of the last step
-    gradient = max(float(parameter.grad.abs().max()) for parameter in (weights, bias) if parameter.grad is not None)
-    return Logistic(mean, std, weights.detach(), bias.detach(), gradient <= 2 * tolerance)
-
-
-def _minimise(objective: Callable[[], Tensor], parameters: Sequence[Tensor], steps: int, tolerance: float) -> None:
-    optimiser = torch.optim.LBFGS(
-        parameters,
+    optimizer = torch.optim.LBFGS(
+        (weights, bias),
         max_iter=steps,
         max_eval=2 * steps,
         tolerance_grad=tolerance,
@@ -189,7 +176,10 @@ def _minimise(objective: Callable[[], Tensor], parameters: Sequence[Tensor], ste
         history_size=20,
         line_search_fn="strong_wolfe",
     )
-    optimiser.step(objective)  # pyright: ignore[reportArgumentType]
+    optimizer.step(objective)  # pyright: ignore[reportArgumentType]
+    objective()  # sets the gradients of the last step
+    gradient = max(float(parameter.grad.abs().max()) for parameter in (weights, bias) if parameter.grad is not None)
+    return LinearClassifier(mean, std, weights.detach(), bias.detach(), gradient <= 2 * tolerance)
 
 
 def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,7 +198,7 @@ def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) 
 
 def search_logistic(
     features: Tensor, labels: Tensor, classes: int, l2s: Sequence[float] = LINEAR_L2
-) -> tuple[Logistic, float, dict[float, float]]:
+) -> tuple[LinearClassifier, float, dict[float, float]]:
     """Returns the probe on all images, its l2, and the held-out accuracy of each l2; a single l2 is not evaluated.
 
     Each fit starts from the fit of the next larger l2. `choose_best` decides between equals.
@@ -217,8 +207,8 @@ def search_logistic(
         return logistic(features, labels, classes, l2s[0]), l2s[0], {}
     fitted, held_out = _hold_out(labels.numpy(), classes)
     tried: dict[float, float] = {}
-    fits: dict[float, Logistic] = {}
-    last: Logistic | None = None
+    fits: dict[float, LinearClassifier] = {}
+    last: LinearClassifier | None = None
     for l2 in sorted(l2s, reverse=True):
         last = fits[l2] = logistic(features[fitted], labels[fitted], classes, l2, start=last)
         tried[l2] = float((last.predict(features[held_out]) == labels[held_out]).double().mean())

@@ -4,7 +4,7 @@
     plainvit probe WEIGHTS --data photos/ --method fewshot knn linear
 
 Each image passes the model once, with the model's own preprocessing (big_vision's few-shot evaluator resizes to 256 x
-256 and crops the centre 224 x 224 for every model). Accuracies are top-1 on all images of the test split.
+256 and crops the center 224 x 224 for every model). Accuracies are top-1 on all images of the test split.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Settings(Checked):
     shots: tuple[int, ...] = probe.SHOTS
     seeds: int = probe.SEEDS
     l2: float = probe.L2
-    k: tuple[int, ...] = ()  # neighbours; (): those of probe.KS up to the number of training images
+    k: tuple[int, ...] = ()  # neighbors; (): those of probe.KS up to the number of training images
     linear_l2: tuple[float, ...] = probe.LINEAR_L2
     per_class: int = 0  # largest number of training images per class; 0: all
 
@@ -128,7 +128,7 @@ def few_shot(pair: Pair, settings: Settings) -> dict[str, Any]:
 def _run_knn(pair: Pair, settings: Settings) -> dict[str, Any]:
     train, test = pair.train, pair.test
     ks = settings.k or tuple(k for k in probe.KS if k <= len(train.features))
-    predicted = probe.neighbours(train.features, train.labels, pair.classes, test.features, ks)
+    predicted = probe.neighbors(train.features, train.labels, pair.classes, test.features, ks)
     return {str(k): accuracy(classes, test.labels) for k, classes in predicted.items()}
 
 

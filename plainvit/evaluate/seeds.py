@@ -45,10 +45,10 @@ def groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
     if all(len(group) < 2 for group in by_settings.values()):
         return []
     first, *others = by_settings.values()
-    return [_summarise(first), *(_summarise(group) | {"difference": difference(first, group)} for group in others)]
+    return [_summarize(first), *(_summarize(group) | {"difference": difference(first, group)} for group in others)]
 
 
-def _summarise(group: Mapping[Any, Run]) -> dict[str, Any]:
+def _summarize(group: Mapping[Any, Run]) -> dict[str, Any]:
     names = [run.name for run in group.values()]
     values = {name: [run.metric(name) for run in group.values()] for name in METRICS}
     prefix = re.sub(r"[-_.,/ ]+(seed)?[-_.,/ ]*\d*$", "", os.path.commonprefix(names))  # noqa: RUF071 - letters

@@ -24,8 +24,8 @@ FEW = 9  # up to so many classes top-5 is nearly always right and not reported
 def wilson(right: float, images: int) -> tuple[float, float]:
     """95 % interval of a proportion."""
     p = right / images
-    centre, half = p + Z * Z / (2 * images), Z * math.sqrt(p * (1 - p) / images + Z * Z / (4 * images * images))
-    low, high = (centre - half) / (1 + Z * Z / images), (centre + half) / (1 + Z * Z / images)
+    center, half = p + Z * Z / (2 * images), Z * math.sqrt(p * (1 - p) / images + Z * Z / (4 * images * images))
+    low, high = (center - half) / (1 + Z * Z / images), (center + half) / (1 + Z * Z / images)
     return max(low, 0.0), min(high, 1.0)  # rounding may exceed them
 
 
@@ -45,10 +45,10 @@ def describe_accuracy(right: int, images: int, majority_accuracy: float | None =
 def describe_confidence(confidence: float, right: int, images: int) -> str:
     """Compares mean confidence with accuracy, and says whether one is significantly larger."""
     low, high = wilson(right, images)
-    words = f"mean confidence {100 * confidence:.0f} %, accuracy {100 * right / images:.0f} %"
+    values = f"mean confidence {100 * confidence:.0f} %, accuracy {100 * right / images:.0f} %"
     if low <= confidence <= high:
-        return f"{words}: no significant difference for {images:,} images"
-    return f"{words}: {'overconfident' if confidence > high else 'underconfident'}"
+        return f"{values}: no significant difference for {images:,} images"
+    return f"{values}: {'overconfident' if confidence > high else 'underconfident'}"
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
@@ -87,9 +87,9 @@ def student_tail(t: Any, freedom: Any) -> Any:
     """P(T > t) of Student's t, for arrays too: t = sqrt(freedom) tan(angle) makes the density a power of the cosine."""
     t, freedom = np.asarray(t, float), np.asarray(freedom, float)
     angle = np.arctan(np.abs(t) / np.sqrt(freedom))
-    places = angle[..., None] * (NODES + 1) / 2
-    area = (np.cos(places) ** (freedom[..., None] - 1)) @ WEIGHTS * angle / 2
-    log_scale = [math.lgamma((one + 1) / 2) - math.lgamma(one / 2) for one in freedom.ravel()]
+    nodes = angle[..., None] * (NODES + 1) / 2
+    area = (np.cos(nodes) ** (freedom[..., None] - 1)) @ WEIGHTS * angle / 2
+    log_scale = [math.lgamma((value + 1) / 2) - math.lgamma(value / 2) for value in freedom.ravel()]
     within = area * np.exp(np.reshape(log_scale, freedom.shape)) / math.sqrt(math.pi)
     return np.clip(0.5 - np.sign(t) * within, 0.0, 1.0)[()]  # a number for numbers
 

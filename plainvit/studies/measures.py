@@ -12,7 +12,7 @@ from plainvit.data.sources import Source, Subset
 from plainvit.data.splits import open_splits
 from plainvit.evaluate import probe, probe_sets
 from plainvit.evaluate.card import read_card, read_rows
-from plainvit.evaluate.classify import Prepared, classify
+from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.features import extract
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
@@ -40,7 +40,7 @@ def overfitting(config: Config, folder: Path) -> dict[str, float]:
 
 
 def _top1(predictor: Predictor, source: Source) -> float:
-    return classify(predictor, Prepared(source, predictor.size, predictor.preprocess, keep=False)).top1
+    return classify(predictor, EvaluationSet(source, predictor.size, predictor.preprocess, keep=False)).top1
 
 
 def limit_images(source: Source, most: int) -> Source:

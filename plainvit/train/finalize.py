@@ -12,7 +12,7 @@ from plainvit.config import Config
 from plainvit.data.sources import Source
 from plainvit.data.splits import Splits
 from plainvit.evaluate.card import make_card, write_card
-from plainvit.evaluate.classify import Prepared, classify
+from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.labels import align
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT, build
@@ -117,13 +117,13 @@ def make_predictor(config: Config, model: ViT | ResNet, device: str, folder: Pat
     return predictor
 
 
-def open_evaluation_set(config: Config, source: Source, world: World, *, keep: bool = True) -> Prepared:
+def open_evaluation_set(config: Config, source: Source, world: World, *, keep: bool = True) -> EvaluationSet:
     """A split, preprocessed as the run's model needs it."""
     assert config.model
     assert config.preprocess
     batch, workers = min(config.batch, 512), None if config.workers < 0 else config.workers
     options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world, "keep": keep}
-    return Prepared(source, config.model.image_size, config.preprocess, **options)
+    return EvaluationSet(source, config.model.image_size, config.preprocess, **options)
 
 
 def make_trained_model(run: Training) -> ViT | ResNet:

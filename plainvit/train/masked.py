@@ -28,7 +28,7 @@ from plainvit.data.decode import DataError, ImageError
 from plainvit.data.loader import Batch
 from plainvit.data.order import uniforms
 from plainvit.data.transforms import as_floats, preprocess_image
-from plainvit.evaluate.classify import Prepared
+from plainvit.evaluate.classify import EvaluationSet
 from plainvit.models.inference import NonFiniteError, eval_mode
 from plainvit.models.masked import CELLS, COLOURS, MaskedViT, take
 from plainvit.models.vit import ViT, patchify
@@ -154,7 +154,7 @@ def patch_moments(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate_masked(
-    objective: PredictPatches, prepared: Prepared, cast: Callable[[], AbstractContextManager]
+    objective: PredictPatches, prepared: EvaluationSet, cast: Callable[[], AbstractContextManager]
 ) -> dict[str, float]:
     """The loss, and for target colour the accuracy, over all held-out images, split over the processes."""
     world = prepared.world
@@ -179,7 +179,7 @@ def evaluate_masked(
 
 def validate_masked(
     objective: PredictPatches,
-    prepared: Prepared,
+    prepared: EvaluationSet,
     cast: Callable[[], AbstractContextManager],
     folder: "Folder",
     step: int,
@@ -193,7 +193,11 @@ def validate_masked(
 
 @torch.no_grad()
 def draw_predictions(
-    objective: PredictPatches, prepared: Prepared, cast: Callable[[], AbstractContextManager], folder: Path, step: int
+    objective: PredictPatches,
+    prepared: EvaluationSet,
+    cast: Callable[[], AbstractContextManager],
+    folder: Path,
+    step: int,
 ) -> None:
     """Draws a few held-out images, evenly spaced and always the same."""
     preprocess: Preprocess = objective.model.about.preprocess

@@ -12,7 +12,7 @@ from plainvit.config import Config, ResNetConfig, ViTConfig
 from plainvit.data.loader import Loader
 from plainvit.data.splits import Splits
 from plainvit.device import choose_device
-from plainvit.evaluate.classify import Prepared, classify
+from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.models import ViT, has_fast_path
 from plainvit.models.recompute import recompute_activations
 from plainvit.planning.devices import H200
@@ -212,7 +212,7 @@ def choose_compiler_options(config: Config) -> dict[str, Any] | None:
 
 
 def build_evaluation(
-    config: Config, objective: Classify | PredictPatches, validation: Prepared, folder: Folder
+    config: Config, objective: Classify | PredictPatches, validation: EvaluationSet, folder: Folder
 ) -> Callable[[int], dict[str, float]]:
     """Step -> metrics of the model as it is then, on held-out images."""
     if isinstance(objective, PredictPatches):

@@ -18,7 +18,7 @@ from plainvit.runtime.sharding import shard_like
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Loader
-    from plainvit.evaluate.classify import Prepared
+    from plainvit.evaluate.classify import EvaluationSet
     from plainvit.runtime.checkpoint import Checkpoints
     from plainvit.runtime.distributed import World
     from plainvit.runtime.folder import Folder
@@ -57,7 +57,7 @@ class Training:
     world: "World"
     gradients: Callable[..., Tensor]  # see step.Gradients
     update: Callable[[], None]  # the optimizers' step
-    validation: "Prepared | None"  # held-out images
+    validation: "EvaluationSet | None"  # held-out images
     evaluate: Callable[[int], dict[str, float]] | None  # step -> metrics of the model on held-out images
     track: Callable[[dict[str, Any]], None] = lambda _: None
     quiet: bool = False

@@ -17,7 +17,7 @@ def make_headline(scores: Mapping[str, Any], split: str = "") -> Html:
     images, top1, majority = (number(scores.get(name)) for name in ("images", "top1", "majority_accuracy"))
     if "top1" not in scores and "loss" in scores:
         accuracy = number(scores.get("accuracy"))
-        note = "on masked pixels" if math.isnan(accuracy) else f"{percent(accuracy)} of the masked colours correct"
+        note = "on masked pixels" if math.isnan(accuracy) else f"{percent(accuracy)} of the masked colors correct"
         return fact(f"{split} loss", f"{number(scores['loss']):.4f}", note, is_headline=True)
     correct = "" if math.isnan(top1 * images) else f"{top1 * images:,.0f} of {pluralize(images, 'image')} correct"
     notes = " · ".join(filter(None, (_format_interval(scores), correct)))
