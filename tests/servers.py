@@ -13,7 +13,7 @@ from pictures import encode, photo
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
 from plainvit.serve.explain import Explainer
-from plainvit.serve.limits import Limits
+from plainvit.serve.requests import Limits
 from plainvit.serve.server import LOOPBACK, bind_port, make_server
 from plainvit.serve.service import Service
 

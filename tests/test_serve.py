@@ -31,7 +31,7 @@ from plainvit.config import About
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import FILES
 from plainvit.serve.batcher import Batcher, DeadlineError
-from plainvit.serve.limits import Limits
+from plainvit.serve.requests import Limits
 from plainvit.serve.server import TOKEN, check_access, split_name
 
 HOSTILE = "<script>alert(1)</script>"
@@ -215,7 +215,7 @@ from pathlib import Path
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
 from plainvit.serve.server import bind_port, make_server
-from plainvit.serve.limits import Limits
+from plainvit.serve.requests import Limits
 from plainvit.serve.service import Service
 
 class Gated(Predictor):

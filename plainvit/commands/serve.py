@@ -149,7 +149,7 @@ def serve(
         raise ValueError("no MODEL given: plainvit serve RUN")
     require("serve", "starlette", "uvicorn", "prometheus_client")
     from plainvit.serve import server
-    from plainvit.serve.limits import Limits
+    from plainvit.serve.requests import Limits
 
     if min(max_batch, max_queue) < 1 or min(max_megabytes, max_megapixels, deadline) <= 0:
         raise ValueError("--max-batch, --max-queue, --max-megabytes, --max-megapixels and --deadline must be above 0")

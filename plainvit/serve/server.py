@@ -23,8 +23,8 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
 from plainvit.serve.backends import Name, choose_backend
 from plainvit.serve.explain import Explainer
-from plainvit.serve.limits import Limits
 from plainvit.serve.metrics import Metrics
+from plainvit.serve.requests import Limits
 from plainvit.serve.service import Service
 
 TOKEN = "PLAINVIT_TOKEN"  # environment variable: command lines are visible to other users

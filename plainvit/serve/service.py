@@ -19,8 +19,8 @@ from plainvit.data.decode import ImageError
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.backends import Backend
 from plainvit.serve.batcher import Batcher, DeadlineError, OverloadError
-from plainvit.serve.limits import Limits, check_photo
 from plainvit.serve.metrics import Metrics
+from plainvit.serve.requests import Limits, check_photo
 
 
 class Service:
