@@ -14,15 +14,16 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
 from plainvit.serve.explain import Explainer
 from plainvit.serve.requests import Limits
-from plainvit.serve.server import LOOPBACK, bind_port, make_server
+from plainvit.serve.server import LOOPBACK, DeadlineServer, bind_port, make_server
 from plainvit.serve.service import Service
 
 
 class Running:
     """A started server and a client of it."""
 
-    def __init__(self, app: Application, service: Service, port: int) -> None:
-        self.app, self.service, self.port, self.address = app, service, port, f"http://127.0.0.1:{port}"
+    def __init__(self, app: Application, service: Service, http: DeadlineServer, port: int) -> None:
+        self.app, self.service, self.http, self.port = app, service, http, port
+        self.address = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.address, timeout=30, trust_env=False)
 
     def post(self, path: str = "/predict", **options: Any) -> httpx.Response:
@@ -55,7 +56,7 @@ def serving(
     thread.start()
     while not server.started:
         thread.join(0.01)
-    running = Running(app, service, bound.getsockname()[1])
+    running = Running(app, service, server, bound.getsockname()[1])
     try:
         yield running
     finally:

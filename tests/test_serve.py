@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -351,6 +352,13 @@ def test_fuzzed_uploads_never_break_the_server(server: Running, predictor: Predi
 def test_invalid_requests_get_their_status(predictor: Predictor, options: dict[str, Any], status: int) -> None:
     with serving(predictor, Limits(max_megabytes=1)) as running:
         assert running.post(**options).status_code == status
+
+
+def test_a_response_is_sent_without_waiting_for_an_acknowledgement(server: Running) -> None:
+    """Without TCP_NODELAY the body follows the header after up to 40 ms."""
+    server.client.get("/healthz")
+    (connection, *_) = server.http.server_state.connections
+    assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("query", ["model=../../etc/passwd", "model=http://127.0.0.1/", "model=other"])

@@ -28,7 +28,7 @@ from plainvit.errors import NonFiniteError
 from plainvit.serve.batcher import DeadlineError, OverloadError
 from plainvit.serve.explain import Explainer
 from plainvit.serve.requests import FormatError, SizeError, read_photos
-from plainvit.serve.service import Service
+from plainvit.serve.service import Service, lower_priority
 
 PAGE = Path(__file__).with_name("page")
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/openapi.json": "openapi.json"}
@@ -76,7 +76,7 @@ class Application:
         self.services = {service.name: service for service in services}
         self.metrics = services[0].metrics
         self.explainers, self.explaining = explainers or {}, 0
-        self.explainer_thread = ThreadPoolExecutor(1, "explain")
+        self.explainer_thread = ThreadPoolExecutor(1, "explain", lower_priority)
         self.token, self.hosts = token.encode(), hosts
         self.routes: dict[str, tuple[str, Handler]] = {
             "/predict": ("POST", self.predict),
