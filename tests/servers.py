@@ -74,6 +74,13 @@ def as_files(some: list[bytes]) -> list[tuple[str, tuple[str, bytes]]]:
     return [("images", (f"{at}.jpg", one)) for at, one in enumerate(some)]
 
 
-def read_memory() -> int:
-    """Bytes of memory that this process holds."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def read_memory(name: str = "VmRSS") -> int:
+    """Bytes of memory that this process holds; VmHWM: the most that it held."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+def reset_peak_memory() -> int:
+    """Returns what the process holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return read_memory()

@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import functools
+import inspect
+import io
 import json
 import re
 import signal
@@ -22,12 +24,14 @@ import numpy as np
 import pytest
 import torch
 from pictures import encode, photo, real_data
-from servers import Running, as_files, photos, read_memory, serving
+from PIL import Image
+from servers import Running, as_files, photos, read_memory, reset_peak_memory, serving
+from shell import fail
 from tiny import vit
 from torch import Tensor
 
 import plainvit
-from plainvit.cli import main
+from plainvit.commands.serve import serve
 from plainvit.config import About
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import FILES
@@ -287,6 +291,16 @@ def large_text() -> bytes:
     return png_of(40, 40, (b"zTXt", b"a\0\0" + zlib.compress(bytes(200 << 20), 9)))
 
 
+def many_webp_frames() -> bytes:
+    """An animated WebP of 10,000 frames; the first is decoded."""
+    image, *others = (Image.new("RGB", (40, 40), colour) for colour in ("black", "white"))
+    file = io.BytesIO()
+    image.save(file, "WEBP", save_all=True, append_images=others)
+    data = file.getvalue()
+    data += data[data.rindex(b"ANMF") :] * 10_000
+    return data[:4] + (len(data) - 8).to_bytes(4, "little") + data[8:]
+
+
 def many_scans() -> bytes:
     data = encode(photo(64, 64), "JPEG", progressive=True)
     scan = data[data.rindex(b"\xff\xda") : -2]
@@ -300,6 +314,7 @@ def many_scans() -> bytes:
         (png_of(30_000, 30_000), 413),
         (many_scans(), 422),
         (many_frames(), 422),
+        (many_webp_frames(), 200),
         (large_text(), 422),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415),
         (b"%!PS-Adobe-3.0 EPSF-3.0", 415),
@@ -307,14 +322,14 @@ def many_scans() -> bytes:
         (b"\x89PNG\r\n\x1a\n", 422),
         (b"II*\0" + bytes(100), 415),
     ],
-    ids=["12000 px", "30000 px", "scans", "frames", "text", "svg", "eps", "pdf", "cut", "tiff"],
+    ids=["12000 px", "30000 px", "scans", "frames", "WebP frames", "text", "svg", "eps", "pdf", "cut", "tiff"],
 )
 def test_bombs_and_other_formats_are_rejected_before_pixels_are_allocated(
     server: Running, body: bytes, status: int
 ) -> None:
-    before = read_memory()
+    before = reset_peak_memory()
     assert server.post(content=body).status_code == status
-    assert read_memory() - before < 64e6
+    assert read_memory("VmHWM") - before < 64e6
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -336,6 +351,7 @@ def test_fuzzed_uploads_never_break_the_server(server: Running, predictor: Predi
     [
         ({"content": bytes(1_000_001)}, 413),
         ({"content": iter([bytes(600_000)] * 2)}, 413),  # chunked, without a content-length
+        ({"content": bytes(1_000_000)}, 415),  # not too large
         ({"content": b"", "headers": {"content-type": "image/png"}}, 422),
         ({"content": b"x", "headers": {"content-encoding": "gzip"}}, 415),
         ({"content": b"x", "headers": {"content-type": "text/html"}}, 415),
@@ -389,6 +405,8 @@ def test_requests_on_one_connection_do_not_mix(server: Running) -> None:
         b"transfer-encoding: chunked, identity",
         b"transfer-encoding: chunked\r\ntransfer-encoding: chunked",
         b"transfer-encoding:\x0bchunked",
+        b"transfer-encoding: chunked\r\n\r\nlies\r\n",  # a chunk without a size
+        b"transfer-encoding: chunked\r\n\r\n1\r\nlies",  # and one that is longer than it says
     ],
 )
 def test_a_request_whose_end_is_ambiguous_is_answered_once(server: Running, fields: bytes) -> None:
@@ -458,6 +476,7 @@ def test_a_minute_of_load_and_overload_loses_nothing(monkeypatch: pytest.MonkeyP
 
 def test_other_machines_need_a_token_or_an_explicit_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
+    assert inspect.signature(serve).parameters["host"].default == "127.0.0.1"
     for host in ("0.0.0.0", "192.0.2.1", "::", "example.org"):
         with pytest.raises(ValueError, match="--host"):
             check_access(host, False)
@@ -484,13 +503,10 @@ def test_every_answer_has_security_headers_and_no_version(server: Running) -> No
         assert not {"server", "access-control-allow-origin"} & set(response.headers)
 
 
-def test_a_link_on_another_site_opens_the_page(server: Running) -> None:
-    assert server.client.get("/", headers={"sec-fetch-site": "cross-site"}).is_success
-
-
 @pytest.mark.parametrize("headers", [{"host": "attacker.example"}, {"sec-fetch-site": "cross-site"}])
 def test_other_sites_cannot_use_a_local_server(server: Running, headers: dict[str, str]) -> None:
     assert server.post(content=photos(1)[0], headers=headers).status_code in (400, 403)
+    assert server.client.get("/", headers={"sec-fetch-site": "cross-site"}).is_success  # a link opens the page
 
 
 # Operation ------------------------------------------------------------------------------------------------------------
@@ -510,30 +526,31 @@ def test_openapi_describes_every_route(server: Running) -> None:
     assert described == set(server.app.routes) - set(FILES)
 
 
-def test_models_have_distinct_names() -> None:
+def test_a_name_is_given_or_the_last_part_of_the_path() -> None:
     assert split_name("cats=runs/a") == ("cats", "runs/a")
     assert split_name("runs/a") == ("a", "runs/a")
-    with pytest.raises(SystemExit) as end:
-        main(["serve", "runs/a", "other/a", "--port", "0"])
-    assert end.value.code == 2
 
 
-@pytest.mark.parametrize("is_used", [True, False])
-def test_a_port_that_cannot_be_used_is_an_error_before_models_are_loaded(
-    server: Running, is_used: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["runs/a", "other/a", "--port", "0"], "NAME=MODEL"),
+        (["runs/none", "--port", "USED"], "--port"),  # before models are loaded
+        (["runs/none", "--port", "70000"], "--port 70000"),
+        (["runs/none", "--host", "0.0.0.0"], "--no-auth"),
+        (["runs/none", "--max-queue", "0"], "--max-queue"),
+    ],
+)
+def test_a_server_that_cannot_start_is_one_line(
+    server: Running, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    port = str(server.port if is_used else 70_000)
-    with pytest.raises(SystemExit) as end:
-        main(["serve", "runs/none", "--port", port])
-    assert end.value.code == 2
-    assert f"--port {port}" in capsys.readouterr().err
+    given = [str(server.port) if word == "USED" else word for word in arguments]
+    assert words in fail(capsys, "serve", *given, code=2)
 
 
 def test_a_missing_extra_is_one_line_with_the_command_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(SystemExit) as end:
-        main(["serve", "runs/a"])
-    assert end.value.code == 2
-    assert "pip install starlette uvicorn prometheus-client" in capsys.readouterr().err
+    line = fail(capsys, "serve", "runs/a", code=2)
+    assert "pip install starlette uvicorn prometheus-client" in line
