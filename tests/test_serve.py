@@ -270,13 +270,13 @@ def is_refused(ask: Callable[[], httpx.Response]) -> bool:
 
 
 def png_of(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG of this size whose pixels, all zero, take a few kB; with further chunks before them."""
+    """A PNG whose pixels are zeros, of which at most 150 MB are there; with further chunks before them."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
 
     header = (b"IHDR", width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0]))
-    pixels = (b"IDAT", zlib.compress(bytes(1 << 20), 9))
+    pixels = (b"IDAT", zlib.compress(bytes(min(height * (3 * width + 1), 150_000_000)), 1))
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*one) for one in (header, *chunks, pixels, (b"IEND", b"")))
 
 
@@ -310,6 +310,7 @@ def many_scans() -> bytes:
 @pytest.mark.parametrize(
     ("body", "status"),
     [
+        (png_of(7_000, 7_000), 413),
         (png_of(12_000, 12_000), 413),
         (png_of(30_000, 30_000), 413),
         (many_scans(), 422),
@@ -322,7 +323,20 @@ def many_scans() -> bytes:
         (b"\x89PNG\r\n\x1a\n", 422),
         (b"II*\0" + bytes(100), 415),
     ],
-    ids=["12000 px", "30000 px", "scans", "frames", "WebP frames", "text", "svg", "eps", "pdf", "cut", "tiff"],
+    ids=[
+        "7000 px",
+        "12000 px",
+        "30000 px",
+        "scans",
+        "frames",
+        "WebP frames",
+        "text",
+        "svg",
+        "eps",
+        "pdf",
+        "cut",
+        "tiff",
+    ],
 )
 def test_bombs_and_other_formats_are_rejected_before_pixels_are_allocated(
     server: Running, body: bytes, status: int
