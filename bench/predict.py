@@ -82,9 +82,9 @@ def measure_http(weights: Path, args: argparse.Namespace) -> dict[str, dict[str,
         for size in (1, 16):
             requests = [encode_request((photos * size)[start : start + size]) for start in range(len(photos))]
             options = {"clients": CLIENTS, "seconds": args.http, "processes": PROCESSES}
-            found = [measure_server(session, port, requests, **options) for _ in range(args.repeats)]
+            runs = [measure_server(session, port, requests, **options) for _ in range(args.repeats)]
             name = f"HTTP, {size} photos per request, {CLIENTS} clients"
-            results[name] = summarize([size * result["rate"] for result in found])
+            results[name] = summarize([size * run["rate"] for run in runs])
     return results
 
 

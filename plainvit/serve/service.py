@@ -24,7 +24,7 @@ from plainvit.serve.batcher import Batcher, DeadlineError, OverloadError
 from plainvit.serve.metrics import Metrics
 from plainvit.serve.requests import Limits, check_photo
 
-NICE = 5  # of the threads that compute: about a third of the share of CPU time that the event loop has
+NICE = 5  # of the threads that compute: a third of the event loop's weight
 
 
 def lower_priority() -> None:
