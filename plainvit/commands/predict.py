@@ -154,8 +154,8 @@ def _predict_rows(
 
     if len(source) > MAX_PRINTED and not stdout:
         raise ValueError(
-            f"{len(source):,} images need --out FILE (.jsonl, .csv or .parquet): at most {MAX_PRINTED} are printed as a "
-            "table; --json prints any number"
+            f"{len(source):,} images need --out FILE (.jsonl, .csv or .parquet): at most {MAX_PRINTED} are printed as "
+            "a table; --json prints any number"
         )
     kept, unreadable, first_error = [], 0, ""
     for row in rows(job, source, engine=engine):
