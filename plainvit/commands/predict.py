@@ -124,7 +124,6 @@ def _open_job(
     model: str, inputs: Sequence[str], top: int | None, flags: InferenceFlags, class_names: Path | None = None
 ) -> "Iterator[tuple[PredictionJob, Source, Engine]]":
     """Find the images, then load the model, which takes longer."""
-    flags.check()
     if flags.address and flags.engine != "ray":
         raise ValueError("--address requires --engine ray")
     from plainvit.evaluate import inputs as images

@@ -74,8 +74,10 @@ class Explainer:
             return None
         probabilities, right = self.calibration
         count = min(SIMILAR, max(len(right) // 5, MIN_EVALUATED // 2))
-        nearest = np.argsort(np.abs(probabilities - probability), kind="stable")[:count]
-        correct = int(right[nearest].sum())
+        start = max(int(np.searchsorted(probabilities, probability)) - count, 0)
+        near = slice(start, start + 2 * count)  # has the nearest ones: sorting all photos would take milliseconds
+        nearest = np.argsort(np.abs(probabilities[near] - probability), kind="stable")[:count]
+        correct = int(right[near][nearest].sum())
         return {"right": correct, "of": count, "interval": wilson(correct, count)}
 
     def find_neighbours(self, image: Tensor) -> list[dict[str, Any]]:
@@ -99,13 +101,13 @@ class Explainer:
 
 
 def read_calibration(source: str | Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """(probability, whether it was right) of each photo that `plainvit evaluate` scored; None without them."""
+    """(probability, whether it was right) of the photos that `plainvit evaluate` scored, sorted; None without them."""
     path = run_folder(source) / "images.parquet" if source else None
     if path is None or not path.is_file():
         return None
     try:
         with path.open("rb") as file:
-            table = pq.read_table(file, columns=["probability", "right"])
+            table = pq.read_table(file, columns=["probability", "right"]).sort_by("probability")
     except (pa.ArrowException, OSError):  # another program's file
         return None
     return (table["probability"].to_numpy(), table["right"].to_numpy()) if len(table) >= MIN_EVALUATED else None
