@@ -83,7 +83,7 @@ def measure_http(weights: Path, args: argparse.Namespace) -> dict[str, dict[str,
             requests = [encode_request((photos * size)[start : start + size]) for start in range(len(photos))]
             options = {"clients": CLIENTS, "seconds": args.http, "processes": PROCESSES}
             runs = [measure_server(session, port, requests, **options) for _ in range(args.repeats)]
-            name = f"HTTP, {size} photos per request, {CLIENTS} clients"
+            name = f"HTTP, photos per request: {size}, {CLIENTS} clients"
             results[name] = summarize([size * run["rate"] for run in runs])
     return results
 

@@ -251,7 +251,7 @@ def test_sigterm_answers_everything_accepted_and_closes_the_port_first(predictor
         wait_until(lambda: is_refused(metrics))
         (tmp_path / "gate").touch()
         assert [one.result().status_code for one in found] == [200] * 32
-        assert process.wait(40) == -signal.SIGTERM
+        assert process.wait(30) == -signal.SIGTERM
 
 
 def read_waiting(text: str) -> int:
@@ -356,6 +356,7 @@ def test_fuzzed_uploads_never_break_the_server(server: Running, predictor: Predi
             data[place] = random.integers(0, 256)
         response = server.post(content=bytes(data[: random.integers(1, len(data))]) if at % 3 else bytes(data))
         assert response.status_code in (200, 413, 415, 422), response.text
+        assert count < 10_000 or response.elapsed.total_seconds() < 2
     assert read_memory() - before < 100e6
     assert probabilities(server.post(content=photos(1)[0]))[0][0] == predictor(photos(1))[0][0].probability
 
@@ -402,9 +403,6 @@ def test_requests_on_one_connection_do_not_mix(server: Running) -> None:
     whole = head + b"content-length: %d\r\n\r\n%s" % (len(one), one)
     assert server.talk(whole + whole).count(b"HTTP/1.1 200") == 2
     assert server.talk(head + b"\r\n").startswith(b"HTTP/1.1 411")
-    both = head + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n"
-    assert server.talk(both).startswith(b"HTTP/1.1 400")
-    assert server.talk(both).count(b"HTTP/1.1") == 1
     assert server.talk(head + b"x: " + b"a" * 100_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 4")
 
 
@@ -412,6 +410,7 @@ def test_requests_on_one_connection_do_not_mix(server: Running) -> None:
     "fields",
     [
         b"content-length: 4\r\ncontent-length: 5",
+        b"content-length: 4\r\ntransfer-encoding: chunked",
         b"content-length: +4",
         b"content-length: 0x4",
         b"content-length : 4",
@@ -481,6 +480,7 @@ def test_a_minute_of_load_and_overload_loses_nothing(monkeypatch: pytest.MonkeyP
     assert found["load"]["lost"] == found["load"]["swapped"] == 0
     assert set(found["overload"]["statuses"]) <= {"200", "429", "503"}
     assert found["overload"]["statuses"]["429"] > 0
+    assert found["overload"]["p50_p99_ms"]["200"][1] < 10_000  # the deadline
     before, after = found["slow"]["open_files"]
     assert after <= before + 2
 
