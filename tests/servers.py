@@ -71,7 +71,7 @@ def photos(count: int, form: str = "JPEG") -> list[bytes]:
 
 
 def as_files(some: list[bytes]) -> list[tuple[str, tuple[str, bytes]]]:
-    return [("images", (f"{at}.jpg", one)) for at, one in enumerate(some)]
+    return [("images", (f"{index}.jpg", body)) for index, body in enumerate(some)]
 
 
 def read_memory(name: str = "VmRSS") -> int:
