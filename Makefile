@@ -44,9 +44,13 @@ package:
 bench: setup
 	$(BIN)/python -m bench.gate
 
-# Every measurement of one GPU in under ten minutes: OUT is the folder for the JSON files, DATA that of the data sets.
+# The main measurements of one GPU, the most important first: OUT is the folder for the JSON files.
+GPU_OUT := $(or $(OUT),bench-gpu)
 bench-gpu: setup
-	$(BIN)/python -m bench.h200 --out $(or $(OUT),bench-gpu) $(if $(DATA),--data $(DATA))
+	mkdir -p $(GPU_OUT)
+	-$(BIN)/python -m bench.gate --json $(GPU_OUT)/gate.json
+	-$(BIN)/python -m bench.train --models S/16,L/16,H/14 --systems "plainvit;timm" --json $(GPU_OUT)/train.json
+	-$(BIN)/python -m bench.infer --systems plainvit,timm --json $(GPU_OUT)/infer.json
 
 # Needs uv. The lock is universal and hash-pinned, and names no index.
 lock:

@@ -8,7 +8,6 @@ cuDNN attention is not safe to train with: its gradients became NaN within 230 s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,36 +28,12 @@ BACKENDS = {
 Run = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Shape:
-    name: str
-    batch: int
-    heads: int
-    tokens: int
-    head_width: int
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.batch} x {self.heads} x {self.tokens} x {self.head_width}"
-
-
-SHAPES = (
-    Shape("B/16", 256, 12, 197, 64),
-    Shape("L/16", 256, 16, 197, 64),
-    Shape("H/14", 128, 16, 257, 80),
-    Shape("small", 512, 4, 64, 64),
-)
-
-
-# Systems --------------------------------------------------------------------------------------------------------------
-
-
-def make_inputs(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Packed qkv [B, N, 3D], and a gradient of the output [B, N, D]."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    D = shape.heads * shape.head_width
-    randn = partial(torch.randn, generator=generator, device="cuda")
-    qkv = randn(shape.batch, shape.tokens, 3 * D).bfloat16().requires_grad_()
-    return qkv, randn(shape.batch, shape.tokens, D).bfloat16()
+SHAPES = {  # images, heads, tokens, width of a head
+    "B/16": (256, 12, 197, 64),
+    "L/16": (256, 16, 197, 64),
+    "H/14": (128, 16, 257, 80),
+    "small": (512, 4, 64, 64),
+}
 
 
 def attend_packed(qkv: Tensor, heads: int, backend: SDPBackend) -> Tensor:
@@ -70,64 +45,56 @@ def attend_packed(qkv: Tensor, heads: int, backend: SDPBackend) -> Tensor:
     return output.transpose(1, 2).reshape(B, N, packed // 3)
 
 
-def attend_separate(qkv: Sequence[Tensor], backend: SDPBackend) -> Tensor:
+def attend_separate(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
     with sdpa_kernel(backend):
-        q, k, v = qkv
         return scaled_dot_product_attention(q, k, v)
 
 
-def separate(qkv: Tensor, grad: Tensor, heads: int) -> tuple[list[Tensor], Tensor]:
-    """q, k, v and the gradient as contiguous tensors [B, H, N, d]."""
-    B, N, _ = grad.shape
-    parts = qkv.detach().view(B, N, 3, heads, -1).permute(2, 0, 3, 1, 4)
-    separate_grad = grad.view(B, N, heads, -1).transpose(1, 2).contiguous()
-    return [part.contiguous().requires_grad_() for part in parts], separate_grad
-
-
-def make_run(attend: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Run:
+def make_run(attend: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Run:
     """A forward and a backward pass."""
-    return lambda: torch.autograd.grad(attend(), inputs, grad)
+    return lambda: torch.autograd.grad(attend(*inputs), inputs, grad)
 
 
-def make_runs(shape: Shape, skipped: list[str]) -> dict[str, Run]:
+def make_runs(name: str, skipped: list[str]) -> dict[str, Run]:
     """System -> function to time; without the backends that fail here."""
-    qkv, grad = make_inputs(shape)
-    runs = {"plainvit": make_run(lambda: short_attention(qkv, shape.heads), (qkv,), grad)}
-    parts, separate_grad = separate(qkv, grad, shape.heads)
-    for name, backend in BACKENDS.items():
+    B, H, N, d = SHAPES[name]
+    randn = partial(torch.randn, generator=torch.Generator("cuda").manual_seed(0), device="cuda", dtype=torch.bfloat16)
+    qkv, grad = randn(B, N, 3 * H * d).requires_grad_(), randn(B, N, H * d)
+    separate = [randn(B, H, N, d).requires_grad_() for _ in "qkv"]
+    runs = {"plainvit": make_run(partial(short_attention, heads=H), (qkv,), grad)}
+    for system, backend in BACKENDS.items():
+        packed = make_run(partial(attend_packed, heads=H, backend=backend), (qkv,), grad)
+        alone = make_run(partial(attend_separate, backend=backend), separate, randn(B, H, N, d))
         try:
-            packed = make_run(partial(attend_packed, qkv, shape.heads, backend), (qkv,), grad)
-            alone = make_run(partial(attend_separate, parts, backend), parts, separate_grad)
             packed()
             alone()
-            runs |= {name: packed, f"{name}, separate": alone}
+            runs |= {system: packed, f"{system}, separate": alone}
         except RuntimeError as error:
-            warn_skipped(f"{shape.name}: {name}: {first_line(error)}", skipped)
+            warn_skipped(f"{name}: {system}: {first_line(error)}", skipped)
     return runs
-
-
-# Measurement ----------------------------------------------------------------------------------------------------------
 
 
 def measure_microseconds(run: Run, count: int) -> float:
     return 1e6 * time_cuda_calls(run, count)
 
 
-def choose_count(run: Run) -> int:
-    """Calls per round; compiles and warms up first."""
-    time_cuda_calls(run, 3)
-    return max(5, int(ROUND_MICROSECONDS / max(measure_microseconds(run, 5), 1.0)))
-
-
-def measure_shape(shape: Shape, repeats: int, skipped: list[str]) -> list[dict[str, Any]]:
+def measure_shape(name: str, repeats: int, skipped: list[str]) -> list[dict[str, Any]]:
     """A row for each system."""
-    runs = make_runs(shape, skipped)
-    timed = {system: partial(measure_microseconds, run, choose_count(run)) for system, run in runs.items()}
+    timed: dict[str, Callable[[], float]] = {}
+    for system, run in make_runs(name, skipped).items():
+        time_cuda_calls(run, 3)  # compile and warm up
+        count = max(5, int(ROUND_MICROSECONDS / max(measure_microseconds(run, 5), 1.0)))
+        timed[system] = partial(measure_microseconds, run, count)
     times = {system: summarize(values) for system, values in run_interleaved(timed, repeats).items()}
     torch.cuda.empty_cache()
-    baseline = times["plainvit"]["median"]
+    baseline, shape = times["plainvit"]["median"], " x ".join(map(str, SHAPES[name]))
     return [
-        {"name": f"{shape}, {system}", **row, "unit": "µs", "remark": f"{row['median'] / baseline:.2f}x plainvit"}
+        {
+            "name": f"{name}: {shape}, {system}",
+            **row,
+            "unit": "µs",
+            "remark": f"{row['median'] / baseline:.2f}x plainvit",
+        }
         for system, row in times.items()
     ]
 
@@ -140,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if reason := unfit(torch.empty(1, 197, 2304, dtype=torch.bfloat16, device="cuda"), 12):
         parser.exit(2, f"bench.attention: {reason}\n")
     skipped: list[str] = []
-    rows = [row for shape in SHAPES for row in measure_shape(shape, args.repeats, skipped)]
+    rows = [row for name in SHAPES for row in measure_shape(name, args.repeats, skipped)]
     report("bench.attention", arguments, args.json, "attention, forward and backward", rows, skipped=skipped)
 
 

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+READY = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\nx-request-id: 00000000\r\n\r\n"
+
 
 class Response(NamedTuple):
     """The response to one request."""
@@ -46,18 +48,20 @@ def find_port() -> int:
 
 
 @contextlib.contextmanager
-def start_server(command: Sequence[str], port: int, requests: Sequence[bytes]) -> Iterator[int]:
+def start_server(
+    command: Sequence[str], port: int, requests: Sequence[bytes] = (READY,), folder: Path | None = None
+) -> Iterator[int]:
     """Runs a server until the block ends; yields its session id when it responds to a request."""
     deadline = time.monotonic() + 300
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True, cwd=folder)
         try:
             while not asyncio.run(_is_ready(port, requests)):
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
                     output = log.read().decode(errors="replace")[-2000:]
                     raise RuntimeError(f"the server did not start: {' '.join(command)}\n{output}")
-                time.sleep(0.2)
+                time.sleep(0.05)
             yield process.pid
         finally:
             process.terminate()

@@ -17,7 +17,6 @@ on a GPU by CUDA events, so that it includes waiting for launches; "kernel ms" i
 """
 
 import argparse
-import gc
 import os
 import statistics
 import sys
@@ -27,14 +26,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from plainvit import device as machine_device
+import torch
+from torch import Tensor, nn
 
-machine_device.set_environment()  # before torch is loaded, because oneDNN reads it then
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from bench.measure import (  # noqa: E402
+from bench.measure import (
     compute_utilization,
     count_calls,
     first_line,
@@ -49,22 +44,23 @@ from bench.measure import (  # noqa: E402
     warn_skipped,
     write_results,
 )
-from bench.peers import PEERS, autocast, build_peer, set_cudnn_attention  # noqa: E402
-from bench.train import format_number  # noqa: E402
-from plainvit import create  # noqa: E402
-from plainvit.config import ViTConfig  # noqa: E402
-from plainvit.evaluate.predictor import Predictor  # noqa: E402
-from plainvit.models import ViT  # noqa: E402
-from plainvit.models.fast.fp8 import explain_unsupported  # noqa: E402
-from plainvit.models.fast.inference import (  # noqa: E402
+from bench.peers import PEERS, autocast, build_peer, set_cudnn_attention
+from bench.train import format_number, free_memory
+from plainvit import create
+from plainvit import device as machine_device
+from plainvit.config import ViTConfig
+from plainvit.evaluate.predictor import Predictor
+from plainvit.models import ViT
+from plainvit.models.fast.fp8 import explain_unsupported
+from plainvit.models.fast.inference import (
     Choice,
     cast_model,
     compile_call,
     cpu_computes_bf16,
     pack_weights,
 )
-from plainvit.names import configure  # noqa: E402
-from plainvit.planning.cost import macs  # noqa: E402
+from plainvit.names import configure
+from plainvit.planning.cost import macs
 
 MAX_GRAPH_BATCH = 8
 Forward = Callable[[Tensor], Tensor]  # images [B, 3, H, W] -> logits [B, K]
@@ -247,9 +243,7 @@ def measure_batch(
         rows.append(row | {"first_call_seconds": system.first_seconds, "error": system.error})
     del systems
     torch.compiler.reset()
-    gc.collect()
-    if job.is_gpu:
-        torch.cuda.empty_cache()
+    free_memory(job.is_gpu)
     return add_ratios(rows)
 
 
@@ -278,35 +272,35 @@ def print_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print_table(title, ("system", *columns), lines, left=("system",))
 
 
-def explain_no_bf16() -> str:
-    """Why bf16 is not measured on this CPU; "" if it is."""
-    if machine_device.cpu_bf16_refused():
-        return "it ends the process on this CPU"
-    return "" if cpu_computes_bf16() else "this CPU has no fast bf16"
+def explain_missing(device: str, compiled: bool) -> dict[str, str]:
+    """What is not measured, and why; "" if it is."""
+    has_gpu = device.startswith("cuda")
+    no_bf16 = "" if has_gpu or cpu_computes_bf16() else "this CPU has no fast bf16"
+    if not has_gpu and machine_device.cpu_bf16_refused():
+        no_bf16 = "it ends the process on this CPU"
+    return {
+        "CUDA graphs and kernels": "" if has_gpu else "there is no GPU",
+        "compiled forms": "" if compiled else "--compile is off",
+        "fp8": explain_unsupported(device),
+        "bf16": no_bf16,
+    }
 
 
 def measure(args: argparse.Namespace, device: str, batches: Sequence[int]) -> dict[str, Any]:
     skipped: list[str] = []
     gpu, compiled = device.startswith("cuda"), args.compile == "on"
-    no_fp8, no_bf16 = explain_unsupported(device), "" if gpu else explain_no_bf16()
-    reasons = {
-        "CUDA graphs and kernels": "" if gpu else "there is no GPU",
-        "compiled forms": "" if compiled else "--compile is off",
-        "fp8": no_fp8,
-        "bf16": no_bf16,
-    }
-    for name, reason in reasons.items():
+    missing = explain_missing(device, compiled)
+    for name, reason in missing.items():
         if reason:
             warn_skipped(f"{name}: {reason}", skipped)
     peaks = measure_peak_rates(device)
     model = configure(f"ViT-{args.model}", image_size=args.image_size, numerics="timm")
     assert isinstance(model, ViTConfig)
-    job, libraries = Job(model, device), args.systems.split(",")
-    libraries = ["plainvit", *(name for name in libraries if name != "plainvit")]
+    job, libraries = Job(model, device), dict.fromkeys(("plainvit", *args.systems.split(",")))
     rows: list[dict[str, Any]] = []
     for batch in batches:
-        graph = gpu and batch <= MAX_GRAPH_BATCH
-        forms = list_forms(libraries, compiled=compiled, graph=graph, fp8=not no_fp8, low=not no_bf16, gpu=gpu)
+        options = {"compiled": compiled, "graph": gpu and batch <= MAX_GRAPH_BATCH, "gpu": gpu}
+        forms = list_forms(list(libraries), fp8=not missing["fp8"], low=not missing["bf16"], **options)
         rows += measure_batch(job, forms, batch, args.repeats, args.seconds, skipped)
     for row in rows:
         row["mfu"] = compute_utilization(row["images_per_second"], 2 * macs(model), peaks["matmul"])

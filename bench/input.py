@@ -18,14 +18,11 @@ from typing import Any
 
 import torch
 
-import plainvit
 from bench.measure import make_parser, report, run_interleaved, summarize, time_calls
 from bench.photos import BY_CLASS, write_images
 from plainvit.config import Augment
 from plainvit.data import pack
 from plainvit.data.loader import Loader
-from plainvit.data.mix import mix, soft_labels
-from plainvit.data.resident import decode_all
 from plainvit.data.sources import open_source
 
 BATCH, WORKERS, SIDE, COPIES = 64, 2, 224, 48
@@ -97,7 +94,7 @@ def measure_photos(data: Path, folder: Path, repeats: int) -> list[dict[str, Any
     return list(rows.values())
 
 
-# Index and decoding ---------------------------------------------------------------------------------------------------
+# Index ----------------------------------------------------------------------------------------------------------------
 
 
 def measure_index(folder: Path, repeats: int) -> list[dict[str, Any]]:
@@ -121,76 +118,16 @@ def measure_index(folder: Path, repeats: int) -> list[dict[str, Any]]:
     ]
 
 
-def measure_decoding(data: Path, repeats: int) -> list[dict[str, Any]]:
-    count = len(open_source("tiny-imagenet", data_root=data))
-
-    def decode() -> None:
-        decode_all(open_source("tiny-imagenet", data_root=data), {})
-
-    seconds = [time_calls(decode, 1, "cpu") for _ in range(repeats)]
-    return [{"name": f"tiny-imagenet, {count:,} images decoded", **summarize(seconds), "unit": "s"}]
-
-
-# On a GPU -------------------------------------------------------------------------------------------------------------
-
-
-def measure_gpu(data: Path, repeats: int) -> list[dict[str, Any]]:
-    """Crop, flip, colour and MixUp/CutMix of images in GPU memory."""
-    augment = Augment(colour=0.3, mixup=0.2, cutmix=1.0)
-    source = open_source("tiny-imagenet", data_root=data)
-    loader = Loader(source, batch=1024, size=(64, 64), augment=augment, device="cuda", mode="resident")
-    rates: list[float] = []
-    for _ in range(repeats):
-        steps = 200
-        for step, batch in enumerate(loader.batches(0, steps + 20)):
-            if step == 20:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-            mix(batch.images, soft_labels(batch.labels, 200), augment, 0, step)
-        torch.cuda.synchronize()
-        rates.append(steps * 1024 / (time.perf_counter() - start))
-    step_seconds = measure_training_steps(repeats)
-    percents = [100 * (1024 / rate) / seconds for rate, seconds in zip(rates, step_seconds, strict=True)]
-    remark = "ViT-S/8, bf16, compiled, AdamW, batch 1024; target 5"
-    return [
-        {"name": "augmentation on the GPU, 64 px", **summarize(rates), "unit": "img/s", "remark": "target 300,000"},
-        {"name": "relative to a training step", **summarize(percents), "unit": "%", "remark": remark},
-    ]
-
-
-def measure_training_steps(repeats: int) -> list[float]:
-    """Seconds of a training step on a batch that is on the GPU already."""
-    model = plainvit.create("ViT-S/8", classes=200, image_size=64, device="cuda")
-    forward = torch.compile(model, fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    images = torch.rand(1024, 3, 64, 64, device="cuda")
-    targets = soft_labels(torch.arange(1024, device="cuda") % 200, 200)
-
-    def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = torch.nn.functional.cross_entropy(forward(images), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    time_calls(step, 20, "cuda")  # compile and warm up
-    return [time_calls(step, 20, "cuda") for _ in range(repeats)]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser(__doc__, repeats=5, data="imagenet-photos and tiny-imagenet as parquet shards")
-    parser.add_argument("--only", choices=("photos", "index", "decoding", "gpu"), help="Measure one part only")
+    parser = make_parser(__doc__, repeats=5, data="imagenet-photos")
+    parser.add_argument("--only", choices=("photos", "index"), help="Measure one part only")
     args = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        parts = {
-            "photos": partial(measure_photos, args.data, Path(name)),
-            "index": partial(measure_index, Path(name) / "index"),
-            "decoding": partial(measure_decoding, args.data),
-            "gpu": partial(measure_gpu, args.data),
-        }
-        if not torch.cuda.is_available():
-            del parts["gpu"]
-        rows = [row for part, measure in parts.items() if args.only in (None, part) for row in measure(args.repeats)]
+        if args.only != "index":
+            rows += measure_photos(args.data, Path(name), args.repeats)
+        if args.only != "photos":
+            rows += measure_index(Path(name) / "index", args.repeats)
     report("bench.input", arguments, args.json, "input pipeline", rows)
 
 

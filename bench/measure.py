@@ -194,21 +194,15 @@ def classify_kernel(kernel: str) -> str:
     return next(matches, "pointwise" if any(part in name for part in POINTWISE) else "other")
 
 
-def shorten_kernel_name(kernel: str) -> str:
-    """The name without return type, arguments, templates and namespaces."""
-    name = re.split(r"[<(]", kernel.removeprefix("void "), maxsplit=1)[0].strip() or kernel
-    return name.rpartition("::")[2][:48]
-
-
-def print_kernels(title: str, kernels: Sequence[Kernel]) -> None:
+def print_kernels(title: str, kernels: Sequence[Mapping[str, Any]]) -> None:
     """Prints the 12 longest kernels and the sum of each kind."""
-    total, longest = sum_kernel_ms(kernels) or 1.0, [kernel for kernel in kernels if kernel.kind != IDLE][:12]
-    rows = [[shorten_kernel_name(k.name), k.kind, k.calls, f"{k.ms:.2f}", f"{k.ms / total:.1%}"] for k in longest]
-    for kind in ("gemm", "attention", "pointwise", "optimizer", "other", IDLE):
-        of_kind = [kernel for kernel in kernels if kernel.kind == kind]
-        ms = sum(kernel.ms for kernel in of_kind)
-        rows.append(["all", kind, sum(kernel.calls for kernel in of_kind), f"{ms:.2f}", f"{ms / total:.1%}"])
-    print_table(title, ("kernel", "kind", "calls", "ms", "share"), rows, left=("kernel", "kind"))
+    total = sum(kernel["ms"] for kernel in kernels) or 1.0
+    rows = [[kernel["name"][:80], kernel["kind"], kernel["calls"], kernel["ms"]] for kernel in kernels[:12]]
+    for kind in dict.fromkeys(kernel["kind"] for kernel in kernels):
+        of_kind = [kernel for kernel in kernels if kernel["kind"] == kind]
+        rows.append(["all", kind, sum(k["calls"] for k in of_kind), sum(k["ms"] for k in of_kind)])
+    lines = [[*row[:3], f"{row[3]:.2f}", f"{row[3] / total:.1%}"] for row in rows]
+    print_table(title, ("kernel", "kind", "calls", "ms", "of the step"), lines, left=("kernel", "kind"))
 
 
 # Environment ----------------------------------------------------------------------------------------------------------

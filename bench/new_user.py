@@ -16,16 +16,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.clients import find_port
+from bench.clients import find_port, start_server
 from bench.measure import make_parser, print_table, write_results
 from bench.photos import select_per_class, write_images
 from plainvit.data.sources import open_source
@@ -68,29 +65,9 @@ def run_command(command: Sequence[str], folder: Path, watched: Path | None = Non
 def run_server(command: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """Times until the server is ready and until its page shows the predictions of a photo."""
     started, port = time.perf_counter(), find_port()
-    command_line = [sys.executable, "-m", *command, "--port", str(port)]
-    process = subprocess.Popen(command_line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    timeout = threading.Timer(300, process.kill)
-    timeout.start()
-    try:
-        while not is_ready(f"http://127.0.0.1:{port}/readyz"):
-            if process.poll() is not None:
-                raise RuntimeError("the server did not start")
-            time.sleep(0.05)
+    with start_server([sys.executable, "-m", *command, "--port", str(port)], port, folder=folder):
         row = {"step": shlex.join(command), "seconds": time.perf_counter() - started, "remark": "until it is ready"}
         return [row, *open_page(f"http://127.0.0.1:{port}/", next((folder / "new").iterdir()))]
-    finally:
-        timeout.cancel()
-        process.terminate()
-        process.wait(60)
-
-
-def is_ready(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=5) as response:
-            return response.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def open_page(address: str, photo: Path) -> list[dict[str, Any]]:

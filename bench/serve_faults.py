@@ -28,7 +28,7 @@ import numpy as np
 from bench.clients import Response, encode_request, find_port, send, start_server, summarize_responses
 from bench.measure import make_parser, print_table, write_results
 from bench.photos import read_photos
-from plainvit.serve.limits import Limits
+from plainvit.serve.requests import Limits
 
 CLIENTS = 64
 SLOW = {

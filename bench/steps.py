@@ -32,6 +32,7 @@ from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
 from plainvit.train.loop import take_step
 from plainvit.train.setup import build_training
+from plainvit.train.state import Training
 from plainvit.train.step import Prefetcher
 from plainvit.train.transfer import resolve
 
@@ -119,28 +120,39 @@ class EmptySource(Source):
         return f"image {index}"
 
 
-class PlainvitStep:
+class LoopSteps:
     """Steps of plainvit's training loop on given batches."""
+
+    def __init__(self, training: Training, batches: Iterator[Batch]) -> None:
+        training.objective.train()
+        self.training, self.prefetcher = training, Prefetcher(training, batches)
+        self.display = Display("bench", 1, quiet=True)
+
+    def take(self) -> dict[str, Any]:
+        """The line of metrics of one step."""
+        line, _ = take_step(self.training, self.prefetcher, self.display)
+        self.training.progress.step += 1
+        return line
+
+
+class PlainvitStep:
+    """Steps of plainvit on batches that are on the device already."""
 
     def __init__(self, config: Config, batches: Iterator[Batch], classes: int) -> None:
         config = config.replace(micro_batch=config.batch, steps=10**6, preprocess=Preprocess(), workers=0)
         self.folder = tempfile.TemporaryDirectory()  # stays empty unless a step is not finite
         splits = Splits(EmptySource(config.batch, classes), None, None)
         folder, world = Folder(Path(self.folder.name), writes=False), World(device=config.device)
-        self.training = build_training(config, splits, folder, quiet=True, world=world)
-        self.training.objective.train()
-        self.display = Display("bench", 1, quiet=True)
-        self.prefetcher = Prefetcher(self.training, batches)
+        self.steps = LoopSteps(build_training(config, splits, folder, quiet=True, world=world), batches)
         self.attention_context: Callable[[], Any] = partial(set_cudnn_attention, False)
 
     def copy_weights(self) -> dict[str, Tensor]:
         """Copies to the host: on the device they would count as memory of the system."""
-        state = self.training.objective.model.state_dict()
+        state = self.steps.training.objective.model.state_dict()
         return {name: x.detach().to("cpu", torch.float32, copy=True) for name, x in state.items()}
 
     def __call__(self) -> float:
-        line, _ = take_step(self.training, self.prefetcher, self.display)
-        self.training.progress.step += 1
+        line = self.steps.take()
         if "skipped" in line:  # without an update, the time is not that of a step
             raise FloatingPointError(f"the loss or a gradient of step {line['step']} is not finite")
         return line["loss"]
@@ -148,7 +160,7 @@ class PlainvitStep:
     def close(self) -> None:
         """Frees the memory."""
         self.folder.cleanup()
-        del self.training, self.prefetcher
+        del self.steps
 
 
 def cycle_batches(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
@@ -164,17 +176,9 @@ def open_steps(config: Config) -> Iterator[Callable[[], float]]:
     config = resolve(config, splits)
     with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
         training = build_training(config, splits, folder, quiet=True)
-        training.objective.train()
-        display = Display("steps", config.steps, quiet=True)
         with contextlib.closing(training.loader.batches(0, config.steps)) as batches:
-            prefetcher = Prefetcher(training, batches)
-
-            def step() -> float:
-                line, _ = take_step(training, prefetcher, display)
-                training.progress.step += 1
-                return line["seconds"]
-
-            yield step
+            steps = LoopSteps(training, batches)
+            yield lambda: steps.take()["seconds"]
 
 
 def build_step(name: str, job: Job) -> tuple[TrainingStep, float]:

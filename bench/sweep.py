@@ -3,7 +3,7 @@
     python -m bench.sweep cifar10 --data-root DIR --table sweep.json --minutes 8
     python -m bench.sweep cifar10 --data-root DIR --table sweep.json --final --seeds 3 --minutes 4
 
-A candidate is a list of settings that replace those of the recipe (CANDIDATES, the most promising first). Each has a
+A candidate has settings that replace those of the recipe (CANDIDATES, the most promising first). Each has a
 process. All are compiled at once, then the steps of each are timed while the others wait, and each is trained for as
 many steps as fit into --seconds of the device. The best third, by accuracy on held-out training images, is trained
 again from the start for three times as long, and so on. Test images are not read.
@@ -30,38 +30,30 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure import describe_machine, make_parser, print_table, write_json
-from bench.trials import Stages, Trial, configure, count_steps, train_stages
+from bench.trials import Trial, configure, count_steps, train
 from plainvit.disk import read_json
 
 FACTOR = 3  # each round keeps a third of the candidates and trains them three times as long
 HOLDOUT = 0.1  # fraction of the training images on which candidates are compared
 
 LARGE_BATCH = {"batch": 1024, "optim.lr": 4e-3, "model.init": "timm"}
-WIDE = {
-    "model.width": 384,
-    "model.depth": 6,
-    "model.heads": 6,
-    "model.mlp_dim": 1536,
-}  # 4/3 of the FLOPs at equal speed
+# 4/3 of the FLOPs at equal speed
+WIDE = {"model.width": 384, "model.depth": 6, "model.heads": 6, "model.mlp_dim": 1536}
 LINEAR = {"optim.schedule": "linear"}
-CANDIDATES: dict[str, Stages] = {
-    "large batch": [LARGE_BATCH],
-    "wide": [LARGE_BATCH | WIDE],
-    "wide, linear decay": [LARGE_BATCH | WIDE | LINEAR],
-    "linear decay": [LARGE_BATCH | LINEAR],
-    "larger images at the end": [
-        LARGE_BATCH | LINEAR | {"share": 0.6, "optim.lr_end": 1e-3},
-        LARGE_BATCH | LINEAR | {"share": 0.4, "image_size": 1.5, "optim.lr": 1.5e-3},
-    ],
-    "smoothing": [LARGE_BATCH | {"augment.smoothing": 0.1}],
-    "wide, higher rate": [LARGE_BATCH | WIDE | {"optim.lr": 6e-3}],
-    "wide, batch 2048": [LARGE_BATCH | WIDE | {"batch": 2048, "optim.lr": 6e-3}],
-    "CutMix alone": [LARGE_BATCH | {"augment.mixup": 0.0}],
-    "stochastic depth 0.2": [LARGE_BATCH | {"model.stochastic_depth": 0.2}],
-    "fixed positions": [LARGE_BATCH | {"model.posemb": "sincos2d"}],
-    "longer average": [LARGE_BATCH | LINEAR | {"optim.lr_end": 4e-4, "ema_window": 0.15}],
-    "no cooldown": [LARGE_BATCH | {"optim.schedule": "constant", "optim.cooldown": 0.3}],
-    "recipe": [{}],
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "large batch": LARGE_BATCH,
+    "wide": LARGE_BATCH | WIDE,
+    "wide, linear decay": LARGE_BATCH | WIDE | LINEAR,
+    "linear decay": LARGE_BATCH | LINEAR,
+    "smoothing": LARGE_BATCH | {"augment.smoothing": 0.1},
+    "wide, higher rate": LARGE_BATCH | WIDE | {"optim.lr": 6e-3},
+    "wide, batch 2048": LARGE_BATCH | WIDE | {"batch": 2048, "optim.lr": 6e-3},
+    "CutMix alone": LARGE_BATCH | {"augment.mixup": 0.0},
+    "stochastic depth 0.2": LARGE_BATCH | {"model.stochastic_depth": 0.2},
+    "fixed positions": LARGE_BATCH | {"model.posemb": "sincos2d"},
+    "longer average": LARGE_BATCH | LINEAR | {"optim.lr_end": 4e-4, "ema_window": 0.15},
+    "no cooldown": LARGE_BATCH | {"optim.schedule": "constant", "optim.cooldown": 0.3},
+    "recipe": {},
 }
 
 
@@ -70,9 +62,9 @@ CANDIDATES: dict[str, Stages] = {
 
 @dataclass
 class Sweep:
-    """The rounds. The table has for each candidate its stages, seconds per step, and results by training seconds."""
+    """The rounds. The table has for each candidate its settings, seconds per step, and results by training seconds."""
 
-    candidates: Mapping[str, Stages]
+    candidates: Mapping[str, dict[str, Any]]
     args: argparse.Namespace
     table: dict[str, Any]
     deadline: float  # time.monotonic()
@@ -101,9 +93,9 @@ class Sweep:
         return max(self.deadline - time.monotonic(), 0.0)
 
     def get_row(self, name: str) -> dict[str, Any]:
-        stages = self.candidates[name]
-        row = self.table["candidates"].setdefault(name, {"stages": stages, "results": {}})
-        if row["stages"] != stages:
+        settings = self.candidates[name]
+        row = self.table["candidates"].setdefault(name, {"settings": settings, "results": {}})
+        if row["settings"] != settings:
             raise SystemExit(f"--table has other settings of {name!r}: use another file")
         return row
 
@@ -113,9 +105,8 @@ class Sweep:
         threads = max((os.cpu_count() or 1) // max(len(new), 1), 1)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
         for name in new:
-            stages = self.candidates[name]
-            configs = [configure(self.args.recipe, stage, self.args.data_root, self.args.device) for stage in stages]
-            trials[name] = Trial([config.replace(holdout=HOLDOUT) for config in configs], threads)
+            config = configure(self.args.recipe, self.candidates[name], self.args.data_root, self.args.device)
+            trials[name] = Trial(config.replace(holdout=HOLDOUT), threads)
         untimed = [name for name in new if not self.get_row(name).get("step_seconds")]
         for name in untimed:
             trials[name].send("compile")
@@ -125,8 +116,8 @@ class Sweep:
             if self.get_row(name).get("error"):
                 continue
             trials[name].send("time")
-            times = self.get_row(name)["step_seconds"] = self.receive(name, trials[name])
-            print(f"  {name}: {', '.join(f'{1000 * t:.2f}' for t in times or ())} ms per step", file=sys.stderr)
+            seconds = self.get_row(name)["step_seconds"] = self.receive(name, trials[name])
+            print(f"  {name}: {1000 * (seconds or 0):.2f} ms per step", file=sys.stderr)
         write_table(self.args, self.table)
 
     def receive(self, name: str, trial: Trial) -> Any:
@@ -151,7 +142,7 @@ class Sweep:
         while waiting or running:
             while waiting and len(running) < self.args.at_once:
                 name = waiting.pop(0)
-                steps = count_steps(seconds, self.candidates[name], self.get_row(name)["step_seconds"])
+                steps = count_steps(seconds, self.get_row(name)["step_seconds"])
                 out = self.args.runs / f"{name.replace(' ', '-').replace(',', '')}-{make_key(seconds)}"
                 trials[name].send("train", steps, str(out))
                 running[trials[name].connection] = name
@@ -204,7 +195,7 @@ def print_results(table: Mapping[str, Any]) -> None:
     rows = []
     for name in [*order, *(name for name in table["candidates"] if name not in order)]:
         row = table["candidates"][name]
-        times = " + ".join(f"{1000 * seconds:.2f}" for seconds in row.get("step_seconds") or ())
+        times = f"{1000 * row['step_seconds']:.2f}" if row.get("step_seconds") else ""
         top1 = [f"{row['results'][key]['top1']:.2%}" if key in row["results"] else "" for key in keys]
         rows.append((name, times, *top1, row.get("error", "")))
     columns = ("candidate", "ms per step", *(f"{key} of the device" for key in keys), "error")
@@ -214,10 +205,10 @@ def print_results(table: Mapping[str, Any]) -> None:
 # Winner ---------------------------------------------------------------------------------------------------------------
 
 
-def train_seed(args: argparse.Namespace, stages: Stages, steps: Sequence[int], seed: int) -> None:
+def train_seed(args: argparse.Namespace, settings: dict[str, Any], steps: int, seed: int) -> None:
     """Runs in its own process; writes the results to a file."""
-    configs = [configure(args.recipe, stage, args.data_root, args.device).replace(seed=seed) for stage in stages]
-    results = train_stages(configs, steps, args.runs / f"final-{seed}", test=True)
+    config = configure(args.recipe, settings, args.data_root, args.device).replace(seed=seed)
+    results = train(config, steps, args.runs / f"final-{seed}", test=True)
     results = {split: {name: results[split][name] for name in ("top1", "images")} for split in ("val", "test")}
     write_json(args.runs / f"final-{seed}.json", results, quiet=True)
 
@@ -225,14 +216,14 @@ def train_seed(args: argparse.Namespace, stages: Stages, steps: Sequence[int], s
 def train_winner(args: argparse.Namespace, table: dict[str, Any]) -> None:
     """Trains the seeds one after the other; their results are kept in the table under "final"."""
     name = rank(table)[0]
-    stages, step_seconds = table["candidates"][name]["stages"], table["candidates"][name]["step_seconds"]
-    steps = count_steps(60 * args.minutes - args.overhead, stages, step_seconds)
-    print(f"{name}: {steps} steps of {step_seconds} s, {stages}")
+    settings, step_seconds = table["candidates"][name]["settings"], table["candidates"][name]["step_seconds"]
+    steps = count_steps(60 * args.minutes - args.overhead, step_seconds)
+    print(f"{name}: {steps} steps of {step_seconds} s, {settings}")
     final = {"candidate": name, "minutes": args.minutes, "steps": steps, "seeds": []}
     table.setdefault("final", []).append(final)
     for seed in range(args.seeds):
         started = time.perf_counter()
-        process = multiprocessing.get_context("spawn").Process(target=train_seed, args=(args, stages, steps, seed))
+        process = multiprocessing.get_context("spawn").Process(target=train_seed, args=(args, settings, steps, seed))
         process.start()
         process.join()
         result = {"seed": seed, "seconds": time.perf_counter() - started, "exit_code": process.exitcode}
@@ -254,7 +245,7 @@ def print_final(final: Mapping[str, Any]) -> None:
         print(f"test: mean {statistics.mean(top1):.2f} %, standard deviation {statistics.stdev(top1):.2f}")
 
 
-def select_candidates(argument: str) -> dict[str, Stages]:
+def select_candidates(argument: str) -> dict[str, dict[str, Any]]:
     """All candidates, the first ones, or those of a file."""
     if not argument or argument.isdigit():
         return dict(list(CANDIDATES.items())[: int(argument or len(CANDIDATES))])

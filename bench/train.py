@@ -16,9 +16,6 @@ MFU, HFU   FLOPs of the whole model (3 x the forward pass) and FLOPs really exec
 GiB        peak memory of the system
 kernel ms  sum of all kernels of a step
 loss       largest relative difference from plainvit's losses
-
-If the weights and optimizers of all systems fit into a third of the GPU's memory, all are measured in the same rounds;
-otherwise each peer is measured alone with plainvit, and peers are compared by their ratio to plainvit.
 """
 
 import argparse
@@ -59,7 +56,6 @@ from bench.steps import BASELINE, FORMS, VARIANTS, Job, TrainingStep, build_step
 from plainvit.config import ViTConfig
 from plainvit.device import choose_device
 from plainvit.names import configure
-from plainvit.planning.cost import parameters
 
 MODELS = {"B/16": 256, "L/16": 256, "H/14": 128, "S/16": 1024, "Ti/16": 1024}  # -> images per step on a GPU
 LOSS_LIMIT = {"cuda": 0.01, "cpu": 1e-3}  # largest relative difference of a loss: bf16, fp32
@@ -107,8 +103,6 @@ class System:
     losses: list[float]
     peak_bytes: int | None
     rates: list[float] = field(default_factory=list)  # images/s of each round
-    baseline_rates: list[float] = field(default_factory=list)  # plainvit's in the same rounds
-    matmul_rates: list[float] = field(default_factory=list)  # TFLOP/s of a large matmul in the same rounds
     kernels: list[Kernel] = field(default_factory=list)
     is_finite: bool = True  # the loss after all rounds
 
@@ -152,40 +146,24 @@ def list_systems(systems: Sequence[str]) -> list[str]:
     return [BASELINE, *variants, *(f"{peer}, {form}" for peer in systems if peer in PEERS for form in FORMS)]
 
 
-def group_systems(names: Sequence[str], model: ViTConfig, memory: int) -> list[list[str]]:
-    """Which systems are on the device next to plainvit at a time: all, or one if memory is short."""
-    others = [name for name in names if name != BASELINE]
-    total = 12 * parameters(model) * len(names)  # fp32 weights and AdamW's two moments
-    return [others] if not memory or total <= memory / 3 else [[name] for name in others]
+def measure_model(name: str, options: Options, skipped: list[str]) -> list[dict[str, Any]]:
+    """Rows of every system on one model; those that fail are left out."""
+    batch, is_gpu = options.choose_batch(name), options.is_gpu
+    job = make_job(name, options.configure_model(name), batch, options.device, compiled=options.compiled)
+    steps = options.loss_steps or (30 if is_gpu else 3)
+    names = list_systems(options.systems)
+    systems = [system for system_name in names if (system := warm_up(system_name, job, steps, skipped))]
+    if not systems or systems[0].name != BASELINE:
+        raise RuntimeError("without plainvit no peer is measured; try --compile off")
+    matmul_rates = measure_rounds(systems, job, options, skipped)
+    rows = make_rows(name, systems, statistics.median(matmul_rates), options)
+    for system in systems:
+        system.training_step.close()
+    return rows
 
 
-def measure_model(name: str, options: Options, skipped: list[str]) -> list[System]:
-    """Measures every system on one model; those that fail are left out."""
-    model, batch = options.configure_model(name), options.choose_batch(name)
-    job = make_job(name, model, batch, options.device, compiled=options.compiled)
-    steps = options.loss_steps or (30 if options.is_gpu else 3)
-    memory = torch.cuda.get_device_properties(options.device).total_memory if options.is_gpu else 0
-    baseline = warm_up(BASELINE, job, steps, skipped)
-    if baseline is None:
-        warn_skipped(f"ViT-{name}: without plainvit no peer is measured; try --compile off", skipped)
-        return []
-    measured = [baseline]
-    for group in group_systems(list_systems(options.systems), model, memory):
-        others = [system for other in group if (system := warm_up(other, job, steps, skipped))]
-        try:
-            measure_rounds([baseline, *others], job, options, skipped)
-            measured += others
-        except (RuntimeError, ArithmeticError, ValueError) as error:  # out of memory, or a non-finite step
-            names = ", ".join(system.name for system in (baseline, *others))
-            warn_skipped(f"ViT-{name}, {names}: {first_line(error)}", skipped)
-        for system in others:
-            system.training_step.close()
-    baseline.training_step.close()
-    return measured if baseline.rates else []
-
-
-def measure_rounds(systems: list[System], job: Job, options: Options, skipped: list[str]) -> None:
-    """Times all systems in each round, then profiles one step of each."""
+def measure_rounds(systems: list[System], job: Job, options: Options, skipped: list[str]) -> list[float]:
+    """Times all systems in each round, then profiles one step of each. Returns the matmul rates in TFLOP/s."""
     counts = {system.name: options.steps or count_calls(system.step, job.device) for system in systems}
 
     def measure_rate(system: System) -> float:
@@ -197,11 +175,10 @@ def measure_rounds(systems: list[System], job: Job, options: Options, skipped: l
     runs[MATMUL] = lambda: flops / time_calls(matmul, matmul_count, job.device) / 1e12
     results = run_interleaved(runs, options.repeats)
     for system in systems:
-        system.rates += results[system.name]
-        system.baseline_rates += results[BASELINE]
-        system.matmul_rates += results[MATMUL]
-        system.kernels = system.kernels or profile_kernels(system.step, job.device, skipped)
+        system.rates = results[system.name]
+        system.kernels = profile_kernels(system.step, job.device, skipped)
         system.is_finite = bool(np.isfinite(float(system.step())))
+    return results[MATMUL]
 
 
 def measure(options: Options, with_kernels: bool = False) -> dict[str, Any]:
@@ -213,48 +190,42 @@ def measure(options: Options, with_kernels: bool = False) -> dict[str, Any]:
         warn_skipped("torch.compile (--compile on): plainvit is eager, tuned peers have only fused AdamW", skipped)
     peaks = measure_peak_rates(options.device)
     rows: list[dict[str, Any]] = []
-    kernels: dict[str, list[Kernel]] = {}
     for name in options.models:
         try:
-            systems = measure_model(name, options, skipped)
-        except torch.OutOfMemoryError as error:  # while the batches are drawn
+            rows += measure_model(name, options, skipped)
+        except (RuntimeError, ArithmeticError, ValueError) as error:  # out of memory, or a non-finite step
             warn_skipped(f"ViT-{name}, {options.choose_batch(name)} images: {first_line(error)}", skipped)
-            continue
-        rows += make_rows(name, systems, options)
-        if systems and with_kernels:
-            kernels[f"ViT-{name}"] = systems[0].kernels
-        del systems
         torch.compiler.reset()  # the recompilation limit then counts for each model
         free_memory(options.is_gpu)
     print_rows(rows, options)
     print(f"peak rates before all rounds: matmul {peaks['matmul']:,.3g} TFLOP/s, copy {peaks['copy']:.3g} TB/s")
-    for name, found in kernels.items():
-        print_kernels(f"{name}: one step of plainvit", found)
-    listed = {name: [vars(kernel) for kernel in found] for name, found in kernels.items()}
-    return {"peak_rates": peaks, "rows": rows, "skipped": skipped, "kernels": listed}
+    for row in rows if with_kernels else ():
+        if row["system"] == BASELINE:
+            print_kernels(f"{row['model']}: one step of plainvit", row["kernels"])
+    return {"peak_rates": peaks, "rows": rows, "skipped": skipped}
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def make_rows(name: str, systems: Sequence[System], options: Options) -> list[dict[str, Any]]:
-    """One row per system. Ratios to the fastest tuned peer are computed from the ratios to plainvit."""
-    relative = {s.name: statistics.median(s.rates) / statistics.median(s.baseline_rates) for s in systems}
-    tuned = [name for name in relative if name.endswith(", tuned")]
-    best = max(tuned, key=lambda name: relative[name], default=None)
+def make_rows(name: str, systems: Sequence[System], matmul: float, options: Options) -> list[dict[str, Any]]:
+    """One row per system; `matmul` is the rate of a large matmul in the same rounds."""
+    rates = {system.name: statistics.median(system.rates) for system in systems}
+    best = max((name for name in rates if name.endswith(", tuned")), key=rates.__getitem__, default=None)
     flops, batch = count_training_flops(options.configure_model(name)), options.choose_batch(name)
     rows: list[dict[str, Any]] = []
     for system in systems:
-        rate, matmul = statistics.median(system.rates), statistics.median(system.matmul_rates)
+        rate = rates[system.name]
         row: dict[str, Any] = {"model": f"ViT-{name}", "system": system.name, "batch": batch}
         row |= {"images_per_second": rate, "min": min(system.rates), "max": max(system.rates)}
         row |= {"repeats": len(system.rates), "rounds": system.rates, "step_ms": 1000 * batch / rate}
-        row |= {"relative_to_plainvit": relative[system.name], "is_best_peer": system.name == best}
-        row |= {"ratio": relative[system.name] / relative[best] if best else None, "matmul": matmul}
+        row |= {"relative_to_plainvit": rate / rates[BASELINE], "is_best_peer": system.name == best}
+        row |= {"ratio": rate / rates[best] if best else None, "matmul": matmul}
         row |= {"mfu": compute_utilization(rate, flops, matmul)}
         row |= {"hfu": compute_utilization(rate, system.executed_flops, matmul)}
         row |= {"peak_gib": None if system.peak_bytes is None else system.peak_bytes / GIB}
         row |= {"first_step_seconds": system.first_seconds, "kernel_ms": sum_kernel_ms(system.kernels)}
+        row |= {"kernels": [vars(kernel) for kernel in system.kernels]}
         rows.append(row | compare_losses(system, systems[0], options))
     return rows
 

@@ -84,5 +84,5 @@ def setup(app) -> None:
 def show_examples_as_code(app, kind, name, thing, options, lines: list[str]) -> None:  # noqa: ARG001
     """`Example:` in a docstring introduces code."""
     lines[:] = ["Example::" if line == "Example:" else line for line in lines]
-    for at in [at for at, line in enumerate(lines) if line == "Example::"]:
-        lines.insert(at + 1, "")
+    for index in [index for index, line in enumerate(lines) if line == "Example::"]:
+        lines.insert(index + 1, "")

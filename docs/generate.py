@@ -95,7 +95,7 @@ def _show(value: object) -> str:
     if value in (None, "", (), False) or dataclasses.is_dataclass(value):
         return ""
     values = value if isinstance(value, tuple) else (value,)
-    return "`" + " ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values) + "`"
+    return "`" + " ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in values) + "`"
 
 
 def _make_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

@@ -13,16 +13,17 @@ from pictures import encode, photo
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
 from plainvit.serve.explain import Explainer
-from plainvit.serve.limits import Limits
-from plainvit.serve.server import LOOPBACK, bind_port, make_server
+from plainvit.serve.requests import Limits
+from plainvit.serve.server import LOOPBACK, DeadlineServer, bind_port, make_server
 from plainvit.serve.service import Service
 
 
 class Running:
     """A started server and a client of it."""
 
-    def __init__(self, app: Application, service: Service, port: int) -> None:
-        self.app, self.service, self.port, self.address = app, service, port, f"http://127.0.0.1:{port}"
+    def __init__(self, app: Application, service: Service, http: DeadlineServer, port: int) -> None:
+        self.app, self.service, self.http, self.port = app, service, http, port
+        self.address = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.address, timeout=30, trust_env=False)
 
     def post(self, path: str = "/predict", **options: Any) -> httpx.Response:
@@ -55,7 +56,7 @@ def serving(
     thread.start()
     while not server.started:
         thread.join(0.01)
-    running = Running(app, service, bound.getsockname()[1])
+    running = Running(app, service, server, bound.getsockname()[1])
     try:
         yield running
     finally:
@@ -70,9 +71,16 @@ def photos(count: int, form: str = "JPEG") -> list[bytes]:
 
 
 def as_files(some: list[bytes]) -> list[tuple[str, tuple[str, bytes]]]:
-    return [("images", (f"{at}.jpg", one)) for at, one in enumerate(some)]
+    return [("images", (f"{index}.jpg", body)) for index, body in enumerate(some)]
 
 
-def read_memory() -> int:
-    """Bytes of memory that this process holds."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def read_memory(name: str = "VmRSS") -> int:
+    """Bytes of memory that this process holds; VmHWM: the most that it held."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+def reset_peak_memory() -> int:
+    """Returns what the process holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return read_memory()

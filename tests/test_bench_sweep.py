@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CANDIDATES: dict[str, Any] = {
-    "plain": [{}],
-    "bad": [{"init": "missing.safetensors"}],
-    "stages": [{"share": 0.5}, {"share": 0.5, "image_size": 2}],
+    "plain": {},
+    "bad": {"init": "missing.safetensors"},
+    "larger batch": {"batch": 128},
 }
 
 
@@ -36,16 +36,11 @@ def test_longer_runs_rank_before_shorter_ones(sweep: ModuleType) -> None:
     assert sweep.rank(table) == ["c", "b", "a"]
 
 
-def test_stages_share_the_time(sweep: ModuleType) -> None:
-    assert sweep.count_steps(10.0, [{}], [0.5]) == [20]
-    assert sweep.count_steps(10.0, [{"share": 0.6}, {"share": 0.4}], [0.5, 2.0]) == [12, 2]
-
-
 def test_finished_rounds_are_not_repeated(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    candidates = {name: [{"seed": index}] for index, name in enumerate("abcd")}
+    candidates = {name: {"seed": index} for index, name in enumerate("abcd")}
     table = make_table(a={"1s": 0.1}, b={"1s": 0.4}, c={"1s": 0.3}, d={"1s": 0.2})
     for name, row in table["candidates"].items():
-        row["stages"] = candidates[name]
+        row["settings"] = candidates[name]
     trained: list[tuple[list[str], float]] = []
 
     def train_round(_: Any, __: Any, names: list[str], seconds: float) -> bool:
@@ -63,10 +58,10 @@ def test_finished_rounds_are_not_repeated(sweep: ModuleType, monkeypatch: pytest
 
 
 def test_every_candidate_is_a_valid_run(sweep: ModuleType) -> None:
-    for stages in sweep.CANDIDATES.values():
-        configs = [sweep.configure("cifar10", stage, "", "cpu") for stage in stages]
-        assert sum(stage.get("share", 1.0) for stage in stages) == pytest.approx(1.0)
-        assert len({config.model.width for config in configs}) == 1
+    for settings in sweep.CANDIDATES.values():
+        config = sweep.configure("cifar10", settings, "", "cpu")
+        assert config.batch == settings.get("batch", config.batch)
+        assert config.model.width == settings.get("model.width", config.model.width)
 
 
 @pytest.mark.slow
@@ -76,7 +71,7 @@ def test_a_sweep_and_its_winner_on_digits(sweep: ModuleType, tmp_path: Path, cap
     sweep.main([*common, "--candidates", str(tmp_path / "candidates.json"), "--seconds", "1", "--minutes", "3"])
     table = json.loads((tmp_path / "table.json").read_text())["candidates"]
     assert table["bad"]["error"].startswith("ValueError")
-    assert all(table[name]["results"]["1s"]["images"] > 0 for name in ("plain", "stages"))
+    assert all(table[name]["results"]["1s"]["images"] > 0 for name in ("plain", "larger batch"))
     sweep.main([*common, "--final", "--seeds", "2", "--minutes", "0.1", "--overhead", "4"])
     final = json.loads((tmp_path / "table.json").read_text())["final"][0]
     assert [result["exit_code"] for result in final["seeds"]] == [0, 0]

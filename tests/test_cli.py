@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from shell import Capture, fail, run
 from tiny import mostly_slow
 
 import plainvit
-from plainvit.cli import COMMANDS, TASKS, main
+from plainvit.cli import COMMANDS, TASKS
 from plainvit.commands.flags import list_flags, parse
 from plainvit.commands.predict import InferenceFlags
 from plainvit.commands.runs import COMMON_FLAGS
@@ -22,27 +23,13 @@ from plainvit.recipes.starters import RECIPES as STARTERS
 from plainvit.weights.published import TO_START
 
 COMMAND = Path(sys.executable).with_name("plainvit")
-Capture = pytest.CaptureFixture[str]
 
 
 def printed(capsys: Capture, *arguments: str) -> str:
-    """Standard output of a call that must go well, and silently otherwise."""
-    main(list(arguments))
-    out, err = capsys.readouterr()
-    assert err == ""
+    """Standard output of a command that must work, and print nothing else."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
     return out
-
-
-def error_line(capsys: Capture, *arguments: str, code: int = 2) -> str:
-    """The one line on standard error of a call that must fail: 2 is wrong usage, 3 bad data."""
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    out, err = capsys.readouterr()
-    assert caught.value.code == code
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("plainvit: ")
-    return err
 
 
 # models ---------------------------------------------------------------------------------------------------------------
@@ -60,12 +47,9 @@ def test_models_lists_every_name_with_its_parameters(capsys: Capture) -> None:
 def test_models_by_pattern_and_size_as_json(capsys: Capture) -> None:
     rows = json.loads(printed(capsys, "models", "*L/*", "--image-size", "384", "--json"))
     assert rows == [cost.summary(name, 384) for name in plainvit.list_models("*L/*")]
-
-
-def test_models_marks_those_that_a_size_does_not_fit(capsys: Capture) -> None:
     lines = printed(capsys, "models", "--image-size", "384").splitlines()
-    dim = [line.split()[0] for line in lines if "does not fit" in line]
-    assert dim == ["ViT-H/14", "ViT-g/14", "ViT-G/14"]
+    unfit = [line.split()[0] for line in lines if "does not fit" in line]
+    assert unfit == ["ViT-H/14", "ViT-g/14", "ViT-G/14"]
 
 
 # inspect --------------------------------------------------------------------------------------------------------------
@@ -85,8 +69,7 @@ def test_inspect_as_json(capsys: Capture) -> None:
 
 def test_inspect_prints_the_intermediates_of_a_hybrid(capsys: Capture) -> None:
     text = printed(capsys, "inspect", "R+ViT-Ti/16", "--image-size", "32")
-    assert "root" in text
-    assert "logits" in text
+    assert all(word in text for word in ("root", "logits"))
 
 
 def test_a_run_folder_may_have_the_name_of_a_model(
@@ -125,15 +108,15 @@ def test_stdout_that_cannot_be_written(words: str, closed: bool, code: int, mess
 
 def test_an_error_of_the_system_is_printed_without_its_number(capsys: Capture, tmp_path: Path) -> None:
     words = ("train", "digits", "--exclude", str(tmp_path / "none.txt"), "--out", str(tmp_path / "run"))
-    assert error_line(capsys, *words) == f"plainvit: {tmp_path / 'none.txt'}: No such file or directory\n"
+    assert fail(capsys, *words, code=2) == f"plainvit: {tmp_path / 'none.txt'}: No such file or directory"
 
 
 def test_an_error_without_a_message_is_printed_by_its_type(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def time_out() -> None:
         raise TimeoutError
 
-    monkeypatch.setitem(COMMANDS, "models", fail)
-    assert error_line(capsys, "models") == "plainvit: TimeoutError\n"
+    monkeypatch.setitem(COMMANDS, "models", time_out)
+    assert fail(capsys, "models", code=2) == "plainvit: TimeoutError"
 
 
 WRONG = {  # command: words that the line must name
@@ -178,8 +161,10 @@ WRONG = {  # command: words that the line must name
 
 @pytest.mark.parametrize("command", WRONG)
 def test_wrong_usage_is_one_line_that_names_the_argument(capsys: Capture, command: str) -> None:
-    line = re.sub(r"[,;:()]", " ", error_line(capsys, *command.split()))
-    assert [word for word in WRONG[command].split() if word not in line.split()] == []
+    code, out, err = run(capsys, *command.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    words = re.sub(r"[,;:()]", " ", err).split()
+    assert [word for word in WRONG[command].split() if word not in words] == []
 
 
 # Flags and help -------------------------------------------------------------------------------------------------------
@@ -231,11 +216,8 @@ def test_help_lists_every_command_below_its_task(capsys: Capture, arguments: lis
     assert listed == list(COMMANDS)
     assert [line for line in out.splitlines() if line in TASKS] == list(TASKS)
     assert max(map(len, out.splitlines())) <= 120
-
-
-def test_help_of_a_family_lists_its_commands(capsys: Capture) -> None:
-    listed = re.findall(r"^  plainvit (data \w+)", printed(capsys, "data"), re.M)
-    assert listed == ["data info", "data check", "data pack"]
+    family = re.findall(r"^  plainvit (data \w+)", printed(capsys, "data"), re.M)
+    assert family == ["data info", "data check", "data pack"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -48,7 +48,8 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
     model.about = About(class_names=tuple(f"{HOSTILE} {at}" for at in range(7)))
     plainvit.save(model, folder / "model.safetensors")
     rows = {"probability": np.linspace(0.2, 1, 100), "right": np.arange(100) % 4 > 0}
-    pq.write_table(pa.table(rows), folder / "images.parquet")
+    shuffled = np.random.default_rng(0).permutation(100)
+    pq.write_table(pa.table(rows).take(shuffled), folder / "images.parquet")
     return Predictor(folder / "model.safetensors", device="cpu")
 
 
@@ -158,6 +159,17 @@ def test_a_broken_photo_and_a_missing_token_are_explained(browser: Any, predicto
         visit.page.wait_for_selector("#error:not([hidden])")
         assert "a.jpg: the format is not supported" in visit.page.inner_text("#error")
         visit.context.close()
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.21, 0.537, 1.0])
+def test_confidence_is_that_of_the_evaluated_photos_with_the_nearest_probability(
+    predictor: Predictor, probability: float
+) -> None:
+    rows = pq.read_table(Path(predictor.source).parent / "images.parquet").to_pylist()
+    nearest = sorted(rows, key=lambda row: abs(row["probability"] - probability))[:25]
+    confidence = Explainer(predictor).describe_confidence(probability)
+    assert confidence
+    assert (confidence["of"], confidence["right"]) == (25, sum(row["right"] for row in nearest))
 
 
 def test_the_nearest_training_photos_are_the_most_similar(

@@ -4,14 +4,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from pictures import encode, photo
+from starlette.routing import Route
+from starlette.testclient import TestClient
 from tiny import vit
 
 import plainvit
 from plainvit.evaluate.predictor import Predictor
+from plainvit.serve.ray_app import Gateway, Replica
 
 CODE = """
 import json, os, secrets, sys, threading
@@ -51,6 +56,34 @@ serve.shutdown()
 ray.shutdown()
 print(json.dumps({"statuses": statuses, "answers": sorted(answers)}))
 """
+
+
+class DiesFirst:
+    """The handle of replicas, of which the first dies when it gets a request."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica, self.calls = replica, 0
+        self.respond = SimpleNamespace(remote=self.call)
+
+    async def call(self, scope: dict[str, Any], body: bytes) -> Any:
+        self.calls += 1
+        if self.calls == 1:
+            raise ConnectionError
+        return await self.replica.respond(scope, body)
+
+
+@pytest.mark.parametrize(("path", "status"), [("/predict", 200), ("/nothing", 404)])
+def test_the_gateway_sends_a_request_to_another_replica_if_one_dies(
+    path: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = SimpleNamespace(RayActorError=ConnectionError, WorkerCrashedError=ConnectionError)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=errors))
+    plainvit.save(vit(torch.float32), tmp_path / "model.safetensors")
+    replicas = DiesFirst(Replica([str(tmp_path / "model.safetensors")], "torch", "cpu"))
+    client = TestClient(Route("/{path:path}", Gateway(replicas).__call__, methods=["POST"]))
+    response = client.post(path, content=encode(photo(60, 80), "JPEG"), headers={"content-type": "image/jpeg"})
+    assert (response.status_code, replicas.calls) == (status, 2)
+    assert ("results" in response.json()) == (status == 200)
 
 
 @pytest.mark.slow

@@ -40,7 +40,6 @@ def evaluate(
         out: Output folder; default: evaluations/MODEL-DATA-SPLIT-HASH
         devices: Number of processes on this machine, one per device (several machines: torchrun)
     """
-    flags.check()
     if devices < 1:
         raise ValueError(f"--devices must be at least 1, got {devices}")
     if devices > 1 and "RANK" not in os.environ:

@@ -57,7 +57,7 @@ class InferenceFlags(PixelFlags):
     workers: int = -1  # Number of processes that read images; -1 chooses by the number of cores
     data_root: DataRoot = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.batch < 1:
             raise ValueError(f"--batch must be at least 1, got {self.batch}")
         if self.workers < -1:

@@ -124,7 +124,6 @@ def _open_job(
     model: str, inputs: Sequence[str], top: int | None, flags: InferenceFlags, class_names: Path | None = None
 ) -> "Iterator[tuple[PredictionJob, Source, Engine]]":
     """Find the images, then load the model, which takes longer."""
-    flags.check()
     if flags.address and flags.engine != "ray":
         raise ValueError("--address requires --engine ray")
     from plainvit.evaluate import inputs as images
@@ -154,8 +153,8 @@ def _predict_rows(
 
     if len(source) > MAX_PRINTED and not stdout:
         raise ValueError(
-            f"{len(source):,} images are too many to print (at most {MAX_PRINTED}): "
-            "use --out FILE.jsonl, .csv or .parquet"
+            f"{len(source):,} images need --out FILE (.jsonl, .csv or .parquet): at most {MAX_PRINTED} are printed as "
+            "a table; --json prints any number"
         )
     kept, unreadable, first_error = [], 0, ""
     for row in rows(job, source, engine=engine):

@@ -52,7 +52,6 @@ def probe(
     from plainvit.evaluate import features, probe_sets
     from plainvit.evaluate.predictor import Predictor
 
-    flags.check()
     if no_cache and cache:
         raise ValueError("--cache and --no-cache cannot be combined: remove one of them")
     if out and not out.parent.is_dir():

@@ -1,9 +1,19 @@
 """Export, measure and serve a model: export, bench, serve."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from plainvit.commands.parsing import DataRoot, ImageSize, Json, Model, PixelFlags, given_pixel_flags, print_result
+from plainvit.commands.parsing import (
+    DataRoot,
+    Device,
+    ImageSize,
+    Json,
+    Model,
+    PixelFlags,
+    given_pixel_flags,
+    print_result,
+)
 
 if TYPE_CHECKING:
     from plainvit.evaluate.predictor import Predictor
@@ -102,6 +112,31 @@ def bench(
     print_result([vars(row) for row in rows], None if json else measurements.table(rows))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """What a server loads: fields of `plainvit.serve.server.Settings`."""
+
+    #: Library that runs the model; auto measures the installed ones and takes the fastest
+    backend: Literal["auto", "torch", "onnx", "openvino"] = "auto"
+    #: Precision of the computation; auto: bf16 on a GPU, and on a CPU if it agrees with fp32 and is faster
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    device: Device = "auto"
+    neighbours: str = ""  # Training photos for "nearest training photos" on the page: a folder or a dataset
+    data_root: DataRoot = None
+    no_explain: bool = False  # Turn off /explain (attention maps) and the calibrated confidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitFlags:
+    """Fields of `plainvit.serve.requests.Limits`."""
+
+    max_batch: int = 32  # Largest number of images per forward pass
+    max_queue: int = 256  # Largest number of waiting images; further requests get status 429
+    max_megabytes: float = 20.0  # Largest size of a request
+    max_megapixels: float = 25.0  # Largest number of pixels of an image, in millions
+    deadline: float = 10.0  # Seconds until a request that is not answered gets status 503
+
+
 def serve(
     models: tuple[str, ...],
     /,
@@ -109,17 +144,8 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     no_auth: bool = False,
-    backend: Literal["auto", "torch", "onnx", "openvino"] = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
-    device: str = "auto",
-    neighbours: str = "",
-    data_root: DataRoot = None,
-    no_explain: bool = False,
-    max_batch: int = 32,
-    max_queue: int = 256,
-    max_megabytes: float = 20.0,
-    max_megapixels: float = 25.0,
-    deadline: float = 10.0,
+    flags: ServerFlags,
+    limits: LimitFlags,
 ) -> None:
     """Serve models over HTTP, with a web page to try them: POST /predict, /embed and /explain.
 
@@ -132,44 +158,19 @@ def serve(
         host: IP address to listen on; 0.0.0.0 for all
         port: TCP port
         no_auth: Allow another --host without a token: anybody who can connect may use the server
-        backend: Library that runs the model; auto measures the installed ones and takes the fastest
-        precision: Precision of the computation; auto: bf16 on a GPU, and on a CPU if it agrees with fp32 and is faster
-        device: Device of PyTorch: cpu, cuda, cuda:1; auto picks a GPU if there is one
-        neighbours: Training photos for "nearest training photos" on the page: a folder or a dataset
-        no_explain: Turn off /explain (attention maps) and the calibrated confidence
-        max_batch: Largest number of images per forward pass
-        max_queue: Largest number of waiting images; further requests get status 429
-        max_megabytes: Largest size of a request
-        max_megapixels: Largest number of pixels of an image, in millions
-        deadline: Seconds until a request that is not answered gets status 503
     """
     from plainvit.serve import require
 
     if not models:
         raise ValueError("no MODEL given: plainvit serve RUN")
+    for name, value in vars(limits).items():
+        if value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
     require("serve", "starlette", "uvicorn", "prometheus_client")
     from plainvit.serve import server
-    from plainvit.serve.limits import Limits
+    from plainvit.serve.requests import Limits
 
-    if min(max_batch, max_queue) < 1 or min(max_megabytes, max_megapixels, deadline) <= 0:
-        raise ValueError("--max-batch, --max-queue, --max-megabytes, --max-megapixels and --deadline must be above 0")
     token, hosts = server.check_access(host, no_auth)
-    limits = Limits(
-        max_batch=max_batch,
-        max_queue=max_queue,
-        max_megabytes=max_megabytes,
-        max_megapixels=max_megapixels,
-        deadline=deadline,
-    )
-    settings = server.Settings(
-        models=models,
-        backend=backend,
-        precision=precision,
-        device=device,
-        neighbours=neighbours,
-        data_root=data_root,
-        explain=not no_explain,
-        limits=limits,
-    )
+    settings = server.Settings(models=models, limits=Limits(**vars(limits)), **vars(flags))
     with server.bind_port(host, port) as bound:
-        server.make_server(server.load_app(settings, token=token, hosts=hosts), limits).run(sockets=[bound])
+        server.run(settings, bound, token=token, hosts=hosts)

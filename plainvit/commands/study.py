@@ -84,8 +84,8 @@ def study(
             failed, decided = _run_studies(chosen, settings, workers)
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
-    found = report.read_verdicts(out)
-    verdicts = [found[one.name] for one in chosen if one.name in found and report.is_current(found[one.name])]
+    known = report.read_verdicts(out)
+    verdicts = [known[item.name] for item in chosen if item.name in known and report.is_current(known[item.name])]
     if verdicts or (json and not failed):
         print_result(verdicts, None if json else report.render_summary(verdicts, out))
     if failed:
@@ -93,8 +93,8 @@ def study(
         prefix = f"{len(failed)} of {len(chosen)} studies failed, first " if len(chosen) > 1 else ""
         exit_with_error(f"{prefix}{name}: {_first_line(error)}", getattr(error, "exit_code", 2))
     if decided < len(chosen) and not json:
-        words = f"{decided} of {len(chosen)} studies finished within {minutes:g} minutes"
-        print(f"{words}; run the same command to resume", file=sys.stderr)
+        progress = f"{decided} of {len(chosen)} studies finished within {minutes:g} minutes"
+        print(f"{progress}; run the same command to resume", file=sys.stderr)
 
 
 def _find_studies(names: tuple[str, ...]) -> "list[Study]":
@@ -111,7 +111,7 @@ def _find_studies(names: tuple[str, ...]) -> "list[Study]":
     from plainvit.studies.registry import own_study, studies
 
     own = [own_study(name) for name in dict.fromkeys(names) if in_file(name)]
-    return [one for name, one in studies().items() if name in built_in or "all" in built_in] + own
+    return [item for name, item in studies().items() if name in built_in or "all" in built_in] + own
 
 
 def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
@@ -120,7 +120,8 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
     from plainvit.studies.plans import Plan, missing_time
 
     known = settings.open_ledger()
-    plans = [Plan(one, one.arms(settings.budget), settings.runs or one.runs, settings.out / "runs") for one in chosen]
+    runs = settings.out / "runs"
+    plans = [Plan(item, item.arms(settings.budget), settings.runs or item.runs, runs) for item in chosen]
     for plan in plans:
         while not plan.wanted(known) and plan.extend(known):
             pass
@@ -144,16 +145,16 @@ def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers"
 
     failed: dict[str, Exception] = {}
     decided, shows = 0, len(chosen) > 1 and not settings.quiet  # for a single study the summary has it
-    for one, found in run_studies(chosen, settings, workers):
-        if isinstance(found, Exception):
-            failed[one.name] = found
-            words = visible(_first_line(found))
+    for item, result in run_studies(chosen, settings, workers):
+        if isinstance(result, Exception):
+            failed[item.name] = result
+            message = visible(_first_line(result))
         else:
             decided += 1
             write_report(settings.out)
-            words = found.outcome
-        if shows and not isinstance(found, NoDeviceError):  # the same for all
-            print(f"{one.name}: {words}", file=sys.stderr)
+            message = result.outcome
+        if shows and not isinstance(result, NoDeviceError):  # the same for all
+            print(f"{item.name}: {message}", file=sys.stderr)
     return failed, decided
 
 

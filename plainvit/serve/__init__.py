@@ -1,4 +1,4 @@
-"""Weights -> answers: export to other runtimes, measure them, serve them over HTTP.
+"""Weights -> predictions: export to other runtimes, measure them, serve them over HTTP.
 
 plainvit export runs/photos --format onnx openvino
 plainvit bench runs/photos
@@ -39,9 +39,9 @@ def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table"
     """A table whose first column is text and whose others are numbers."""
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(columns):
-        made.add_column(name, justify="right" if number else "left")
+        table.add_column(name, justify="right" if number else "left")
     for row in rows:
-        made.add_row(*row)
-    return made
+        table.add_row(*row)
+    return table

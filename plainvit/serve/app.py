@@ -7,10 +7,7 @@ the names given at start; no path and no address from a client is ever opened.
 """
 
 import asyncio
-import base64
-import binascii
 import hmac
-import json
 import logging
 import mimetypes
 import re
@@ -21,22 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
-from torch import Tensor, stack
+from torch import Tensor
 
 from plainvit.data.decode import ImageError
 from plainvit.errors import NonFiniteError
 from plainvit.serve.batcher import DeadlineError, OverloadError
 from plainvit.serve.explain import Explainer
-from plainvit.serve.limits import FormatError, SizeError
-from plainvit.serve.service import Service
+from plainvit.serve.requests import FormatError, SizeError, read_photos
+from plainvit.serve.service import Service, lower_priority
 
 PAGE = Path(__file__).with_name("page")
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/openapi.json": "openapi.json"}
 OPEN = ("/", "/page.css", "/page.js", "/healthz", "/readyz")  # no data of the model: they need no token
-CURL_DEFAULT = "application/x-www-form-urlencoded"  # the content type of `curl --data-binary` for any file
 MAX_EXPLAINED = 4  # requests to /explain that wait; each needs a backward pass
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -58,6 +54,7 @@ STATUS: list[tuple[type[BaseException], int]] = [
     (NonFiniteError, 500),
 ]
 Handler = Callable[[Request], Awaitable[Response]]
+Describe = Callable[[Tensor], dict[str, Any]]
 log = logging.getLogger("plainvit")
 
 
@@ -79,7 +76,7 @@ class Application:
         self.services = {service.name: service for service in services}
         self.metrics = services[0].metrics
         self.explainers, self.explaining = explainers or {}, 0
-        self.explainer_thread = ThreadPoolExecutor(1, "explain")
+        self.explainer_thread = ThreadPoolExecutor(1, "explain", lower_priority)
         self.token, self.hosts = token.encode(), hosts
         self.routes: dict[str, tuple[str, Handler]] = {
             "/predict": ("POST", self.predict),
@@ -150,35 +147,37 @@ class Application:
         service, k = self.find_service(request), _parse_number(request, "k", 5, 1, 1000)
         if not service.predictor.classes:
             raise HTTPException(404, "this model has no head and predicts no classes: use /embed")
-        results = await self.compute(request, service, "logits")
-        good = [row for row in results if isinstance(row, Tensor)]
-        answers = iter(self.name_classes(service, stack(good), min(k, service.predictor.classes)) if good else ())
-        return _respond(service, results, [next(answers) if isinstance(row, Tensor) else None for row in results])
-
-    def name_classes(self, service: Service, logits: Tensor, k: int) -> list[dict[str, Any]]:
-        """The k most probable classes of each row of logits, and how often similar predictions were right."""
-        best, names = logits.softmax(-1).topk(k), service.predictor.class_names
-        explainer, answers = self.explainers.get(service.name), []
-        for values, classes in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            pairs = zip(values, classes, strict=True)
-            answers.append(
-                {"predictions": [{"label": names[at], "probability": value, "class": at} for value, at in pairs]}
-            )
-            if explainer and (confidence := explainer.describe_confidence(values[0])):
-                answers[-1]["confidence"] = confidence
-        return answers
+        return await self.compute(request, service, "logits", lambda logits: self.name_classes(service, logits, k))
 
     async def embed(self, request: Request) -> Response:
         service = self.find_service(request)
-        results = await self.compute(request, service, "features")
-        answers = [{"features": row.tolist()} if isinstance(row, Tensor) else None for row in results]
-        return _respond(service, results, answers)
+        return await self.compute(request, service, "features", lambda features: {"features": features.tolist()})
 
-    async def compute(self, request: Request, service: Service, output: str) -> list[Tensor | BaseException]:
-        """The logits or features of each photo of a request, or the exception of a photo that failed."""
+    async def compute(self, request: Request, service: Service, output: str, describe: Describe) -> Response:
+        """One entry per photo, in order; the status is an error only if every photo failed."""
         deadline = time.monotonic() + service.limits.deadline
         service.admit()  # before the body is read: a busy server rejects at once
-        return await service.run(output, await read_photos(request, service), deadline)
+        results = await service.run(output, await read_photos(request, service.limits), deadline)
+        entries = [
+            describe(result) if isinstance(result, Tensor) else _describe_failure(service, result) for result in results
+        ]
+        statuses = [entry.get("status", 200) for entry in entries]
+        for status in statuses:
+            service.metrics.images.labels(service.name, "answered" if status == 200 else "failed").inc()
+        status = 200 if 200 in statuses else statuses[0]
+        return JSONResponse({"model": service.name, "results": entries}, status, _retry_header(status))
+
+    def name_classes(self, service: Service, logits: Tensor, k: int) -> dict[str, Any]:
+        """The k most probable classes for logits [K], and how often similar predictions were right."""
+        names, explainer = service.predictor.class_names, self.explainers.get(service.name)
+        values, classes = (best.tolist() for best in logits.softmax(-1).topk(min(k, len(logits))))
+        pairs = zip(values, classes, strict=True)
+        entry: dict[str, Any] = {
+            "predictions": [{"label": names[index], "probability": value, "class": index} for value, index in pairs]
+        }
+        if explainer and (confidence := explainer.describe_confidence(values[0])):
+            entry["confidence"] = confidence
+        return entry
 
     async def explain(self, request: Request) -> Response:
         service = self.find_service(request)
@@ -190,19 +189,19 @@ class Application:
         label = _parse_number(request, "class", -1, 0, service.predictor.classes - 1)  # -1: the predicted class
         self.explaining += 1
         try:
-            photo, *rest = await read_photos(request, service)
+            photo, *rest = await read_photos(request, service.limits)
             if rest:
                 raise HTTPException(400, "send one image to /explain")
             image = await service.decode(photo, time.monotonic() + service.limits.deadline)
             loop, label = asyncio.get_running_loop(), None if label < 0 else label
-            found = await loop.run_in_executor(self.explainer_thread, explainer.explain, image, label)
+            explanation = await loop.run_in_executor(self.explainer_thread, explainer.explain, image, label)
         finally:
             self.explaining -= 1
-        return JSONResponse({"model": service.name, **found})
+        return JSONResponse({"model": service.name, **explanation})
 
     async def list_models(self, _: Request) -> Response:
-        found = [(name, service.predictor) for name, service in self.services.items()]
-        rows = [{"name": name, "classes": one.classes, "image_size": list(one.size)} for name, one in found]
+        models = [(name, service.predictor) for name, service in self.services.items()]
+        rows = [{"name": name, "classes": model.classes, "image_size": list(model.size)} for name, model in models]
         return JSONResponse({"models": rows})
 
     async def get_health(self, _: Request) -> Response:
@@ -229,16 +228,11 @@ def _parse_number(request: Request, name: str, default: int, first: int, last: i
     return int(text[:9])
 
 
-def _respond(service: Service, results: Sequence[Any], answers: Sequence[dict[str, Any] | None]) -> Response:
-    """One entry per image, in order. The status is an error only if no image was answered."""
-    entries = []
-    for result, answer in zip(results, answers, strict=True):
-        service.metrics.images.labels(service.name, "failed" if answer is None else "answered").inc()
-        entries.append(answer or {"error": _describe(result), "status": _find_status(result)})
-        if entries[-1].get("status") == 500:
-            log.error("%s failed on an image", service.name, exc_info=result)
-    status = 200 if any(answers) else entries[0]["status"]
-    return JSONResponse({"model": service.name, "results": entries}, status, _retry_header(status))
+def _describe_failure(service: Service, error: BaseException) -> dict[str, Any]:
+    status = _find_status(error)
+    if status == 500:
+        log.error("%s failed on an image", service.name, exc_info=error)
+    return {"error": _describe(error), "status": status}
 
 
 def _find_status(error: BaseException) -> int:
@@ -253,87 +247,3 @@ def _describe(error: BaseException) -> str:
 
 def _retry_header(status: int, error: BaseException | None = None) -> dict[str, str] | None:
     return {"retry-after": str(round(getattr(error, "seconds", 1.0)))} if status in (429, 503) else None
-
-
-# Requests -------------------------------------------------------------------------------------------------------------
-
-
-async def read_photos(request: Request, service: Service) -> list[bytes]:
-    """The encoded photos of a request, after its size has been checked."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    known = ("multipart/form-data", "application/json", "application/octet-stream", CURL_DEFAULT, "")
-    if kind not in known and not kind.startswith("image/"):
-        raise HTTPException(415, "send an image, multipart/form-data, or application/json")
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise HTTPException(415, "content-encoding is not supported: send the body as it is")
-    body = await read_body(request, int(service.limits.max_megabytes * 1e6), service.limits.body_seconds)
-    most = service.limits.max_images
-    if kind == "multipart/form-data":
-        photos = _parse_multipart(request.headers["content-type"], body, most)
-    elif kind == "application/json":
-        photos = await asyncio.to_thread(_parse_json, body, most)
-    else:
-        photos = [body]
-    if not photos:
-        raise HTTPException(400, "the request has no image")
-    if len(photos) > most:
-        raise HTTPException(413, f"{len(photos)} images are above the limit of {most} per request")
-    return photos
-
-
-async def read_body(request: Request, limit: int, seconds: float) -> bytes:
-    """The body, read only as far as the limits allow."""
-    length = request.headers.get("content-length")
-    if length is None and "transfer-encoding" not in request.headers:
-        raise HTTPException(411, "the request needs a content-length")
-    too_large = HTTPException(413, f"the request is larger than the limit of {limit / 1e6:g} MB")
-    if length is not None and (not length.isdecimal() or int(length[:18]) > limit):
-        raise too_large
-    chunks, size = [], 0
-    try:
-        async with asyncio.timeout(seconds):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > limit:
-                    raise too_large
-                chunks.append(chunk)
-    except TimeoutError as error:
-        late = f"the request was not received within {seconds:g} s"
-        raise HTTPException(408, late, {"connection": "close"}) from error
-    except ClientDisconnect as error:
-        raise HTTPException(400, "the connection was closed") from error
-    return b"".join(chunks)
-
-
-def _parse_multipart(content_type: str, body: bytes, most: int) -> list[bytes]:
-    """The files of a form (RFC 7578); `most` bounds the parts that are looked at."""
-    boundary = re.search(r'boundary="?([^";]{1,70})', content_type)
-    if boundary is None:
-        raise HTTPException(400, "multipart/form-data needs a boundary")
-    preamble, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary[1].encode("latin-1"), 2 * most + 1)
-    if preamble.strip() or not parts or parts[-1].strip() != b"--":
-        raise HTTPException(400, f"invalid multipart/form-data: it must end with its boundary within {2 * most} parts")
-    files = []
-    for part in parts[:-1]:
-        head, blank, content = part.partition(b"\r\n\r\n")
-        if not blank or not head.startswith(b"\r\n"):
-            raise HTTPException(400, "invalid multipart/form-data: a part has no header")
-        if b"filename" in head:
-            files.append(content)
-    return files
-
-
-def _parse_json(body: bytes, most: int) -> list[bytes]:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(400, "invalid JSON") from error
-    texts = value.get("images") if isinstance(value, dict) else None
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise HTTPException(400, 'the JSON must be {"images": [BASE64, ...]}')
-    if len(texts) > most:
-        raise HTTPException(413, f"{len(texts)} images are above the limit of {most} per request")
-    try:
-        return [base64.b64decode(text, validate=True) for text in texts]
-    except (binascii.Error, ValueError) as error:
-        raise HTTPException(422, "an image is not valid base64; addresses and paths are not opened") from error

@@ -21,7 +21,7 @@ from torch import Tensor
 from plainvit.device import cache_folder
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models.fast.inference import TOLERANCE, cpu_computes_bf16
-from plainvit.serve.export import export, time_calls
+from plainvit.serve.export import export, time_call
 from plainvit.serve.formats import SUFFIXES, describe, open_graph
 
 Name = Literal["auto", "torch", "onnx", "openvino"]
@@ -51,25 +51,27 @@ def choose_backend(
     installed = [kind for kind, modules in RUNTIMES.items() if all(map(importlib.util.find_spec, modules))]
     kinds = ["torch", *installed] if name == "auto" else [name]
     precisions = [precision] if precision != "auto" else ["fp32", "bf16"] if cpu_computes_bf16() else ["fp32"]
-    found: dict[str, Backend] = {}
-    reason = "ONNX Runtime computes in fp32 only"
-    for kind, one in itertools.product(kinds, precisions):
-        if (kind, one) == ("onnx", "bf16"):
-            continue
+    backends: dict[str, Backend] = {}
+    reason = ""
+    for kind, dtype in itertools.product(kinds, precisions):
         try:
-            found[f"{kind} {one}"] = open_backend(predictor, kind, one)
+            backends[f"{kind} {dtype}"] = open_backend(predictor, kind, dtype)
         except (ValueError, RuntimeError) as error:  # the other backends still work
             reason = str(error).splitlines()[0]
-            log.warning("backend %s %s is not used: %s", kind, one, reason)
-    if not found:
+            if (kind, dtype) != ("onnx", "bf16"):
+                log.warning("backend %s %s is not used: %s", kind, dtype, reason)
+    if not backends:
         raise ValueError(f"--backend {name} --precision {precision} cannot be used: {reason}")
-    speeds = {kind: measure_speed(backend, predictor) for kind, backend in found.items()} if len(found) > 1 else {}
-    best = max(speeds, key=speeds.__getitem__, default=next(iter(found)))
-    return best, found[best], speeds
+    measured = backends if len(backends) > 1 else {}
+    speeds = {kind: measure_speed(backend, predictor) for kind, backend in measured.items()}
+    best = max(speeds, key=speeds.__getitem__, default=next(iter(backends)))
+    return best, backends[best], speeds
 
 
 def open_backend(predictor: Predictor, kind: str, precision: str) -> Backend:
     """Opens the export of this model in the cache folder, or writes it first. bf16 must agree with fp32."""
+    if (kind, precision) == ("onnx", "bf16"):
+        raise ValueError("ONNX Runtime computes in fp32 only")
     if kind == "torch":
         backend = predictor if precision == "fp32" else Predictor(predictor.model, precision="bf16")
     else:
@@ -92,8 +94,8 @@ def make_noise(predictor: Predictor) -> Tensor:
 def measure_difference(backend: Backend, predictor: Predictor) -> float:
     """Root mean square of the differences from the predictor, over the standard deviation of its outputs."""
     output, images = "logits" if predictor.classes else "features", make_noise(predictor)
-    expected, found = (getattr(one, output)(images) for one in (predictor, backend))
-    return float((found - expected).square().mean().sqrt() / expected.std().clamp(min=1e-6))
+    expected, actual = (getattr(model, output)(images) for model in (predictor, backend))
+    return float((actual - expected).square().mean().sqrt() / expected.std().clamp(min=1e-6))
 
 
 def measure_speed(backend: Backend, predictor: Predictor) -> float:
@@ -101,5 +103,4 @@ def measure_speed(backend: Backend, predictor: Predictor) -> float:
     images = make_noise(predictor)
     compute = backend.logits if predictor.classes else backend.features
     compute(images)
-    times = time_calls(lambda: compute(images), SECONDS)
-    return BATCH / statistics.median(times)
+    return BATCH / statistics.median(time_call(lambda: compute(images), SECONDS))

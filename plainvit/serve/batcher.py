@@ -22,7 +22,7 @@ from torch import Tensor
 from plainvit.models.inference import check_finite
 
 Compute = Callable[[Tensor], Tensor]
-GROUP = 8  # images that are answered without a pause; an answer takes about 0.5 ms of the event loop
+GROUP = 8  # results that are set without a pause; a response takes about 0.5 ms of the event loop
 
 
 class OverloadError(Exception):
@@ -75,7 +75,7 @@ class Batcher:
             for result in results:
                 result.cancel()  # the model is too slow, or the client has gone
         late = DeadlineError("the request could not be answered before its deadline")
-        return [late if one.cancelled() else one.exception() or one.result() for one in results]
+        return [late if row.cancelled() else row.exception() or row.result() for row in results]
 
     def _schedule(self) -> None:
         """Queue the next batch in the model's thread, where other batchers may be first."""
@@ -91,7 +91,7 @@ class Batcher:
             outputs = self._compute([item.image for item in batch])
             if self.observe:
                 self.observe(len(batch), time.monotonic() - start)
-            asyncio.run_coroutine_threadsafe(_deliver(batch, outputs), batch[0].result.get_loop())
+            asyncio.run_coroutine_threadsafe(_set_results(batch, outputs), batch[0].result.get_loop())
         self.is_scheduled = False
         self._schedule()
 
@@ -119,7 +119,7 @@ class Batcher:
             return [*self._compute(images[:half]), *self._compute(images[half:])]
 
 
-async def _deliver(batch: Sequence[Item], outputs: Sequence[Tensor | BaseException]) -> None:
+async def _set_results(batch: Sequence[Item], outputs: Sequence[Tensor | BaseException]) -> None:
     """Sets the results in groups, so that new requests are accepted or rejected in between."""
     for number, (item, output) in enumerate(zip(batch, outputs, strict=True)):
         if number % GROUP == GROUP - 1:

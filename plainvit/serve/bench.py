@@ -3,6 +3,7 @@
 Each format is exported, then measured in a new process, so that its peak memory can be read.
 """
 
+import functools
 import logging
 import multiprocessing
 import resource
@@ -23,8 +24,8 @@ from plainvit.evaluate.labels import align
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.serve import make_table
-from plainvit.serve.export import export, find_images, load_images, time_calls
-from plainvit.serve.formats import SUFFIXES, open_graph
+from plainvit.serve.export import export, find_images, load_images, time_call
+from plainvit.serve.formats import open_graph
 from plainvit.weights import save
 
 if TYPE_CHECKING:
@@ -87,9 +88,8 @@ def measure(
             if form != "torch":
                 images = photos.images if photos and int8 else None
                 written, _ = export(predictor, images, [form], folder, int8=bool(int8), verify=False)  # pyright: ignore
-                file = next(path for path in written if path.name.endswith(SUFFIXES[form]))
-            context = multiprocessing.get_context("spawn")
-            with context.Pool(1) as pool:
+                file = written[-1]  # the graph, after its weights
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
                 rows += pool.apply(_measure_format, (kind, file, predictor.size, batches, photos, seconds))
     return rows
 
@@ -101,26 +101,21 @@ def _measure_format(
     model: Any = open_graph(file) if kind != "torch" else Predictor(file, device="cpu", preprocess=Preprocess())
     has_head = "logits" in model.about["outputs"] if kind != "torch" else model.classes
     compute = model.logits if has_head else model.features
-    times = {batch: _time_batches(compute, batch, size, seconds) for batch in batches}
+    times: dict[int, list[float]] = {}
+    for batch in batches:
+        call = functools.partial(compute, torch.randint(0, 256, (batch, 3, *size), dtype=torch.uint8))
+        call()
+        call()  # warm up
+        times[batch] = time_call(call, seconds)
     accuracy: dict[str, Any] = {}
     if photos is not None and photos.right is not None:
-        logits = torch.cat([compute(some) for some in photos.images.split(32)])
-        found = (logits if photos.columns is None else logits[:, photos.columns]).argmax(1).numpy()
-        right = int((photos.right == found[:, None]).any(1).sum())
-        accuracy = {"top1": right / len(found), "interval": wilson(right, len(found))}
+        logits = torch.cat([compute(images) for images in photos.images.split(32)])
+        predicted = (logits if photos.columns is None else logits[:, photos.columns]).argmax(1).numpy()
+        right = int((photos.right == predicted[:, None]).any(1).sum())
+        accuracy = {"top1": right / len(predicted), "interval": wilson(right, len(predicted))}
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    rows = []
-    for batch, some in times.items():
-        p50, p99 = (float(np.quantile(some, q)) for q in (0.5, 0.99))
-        rows.append(Row(kind, batch, 1e3 * p50, 1e3 * p99, batch / p50, memory, **accuracy))
-    return rows
-
-
-def _time_batches(compute: Any, batch: int, size: tuple[int, int], seconds: float) -> list[float]:
-    images = torch.randint(0, 256, (batch, 3, *size), dtype=torch.uint8)
-    for _ in range(2):
-        compute(images)
-    return time_calls(lambda: compute(images), seconds)
+    quantiles = {batch: np.quantile(seconds, (0.5, 0.99)).tolist() for batch, seconds in times.items()}
+    return [Row(kind, n, 1e3 * p50, 1e3 * p99, n / p50, memory, **accuracy) for n, (p50, p99) in quantiles.items()]
 
 
 def table(rows: Sequence[Row]) -> "Table":

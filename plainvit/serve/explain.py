@@ -48,19 +48,25 @@ class Explainer:
 
     def explain(self, image: Tensor, label: int | None = None) -> dict[str, Any]:
         """Maps and neighbours of one image, uint8 [3, H, W]; `label` is the class of the gradient-weighted map."""
-        found: dict[str, Any] = {"image": encode_image(image, "PNG"), "neighbours": self.find_neighbours(image)}
+        explanation: dict[str, Any] = {"image": encode_image(image, "PNG"), "neighbours": self.find_neighbours(image)}
         model, batch = self.predictor.model, image[None].to(self.predictor.device)
         try:
             require_global_attention(model)
         except ValueError as error:
-            return found | {"missing_maps": str(error)}
+            return explanation | {"missing_maps": str(error)}
         maps = attention_maps(model, batch)[0]  # [L, H, h, w]
-        found |= {"layers": maps.shape[0], "heads": maps.shape[1], "grid": list(maps.shape[2:])}
+        explanation |= {"layers": maps.shape[0], "heads": maps.shape[1], "grid": list(maps.shape[2:])}
         with_mean = torch.cat((maps.mean(1, keepdim=True), maps), 1)  # [L, 1 + H, h, w]
-        found |= {"attention": pack_maps(with_mean), "rollout": pack_maps(rollout(model, batch)), "relevance": None}
+        explanation |= {
+            "attention": pack_maps(with_mean),
+            "rollout": pack_maps(rollout(model, batch)),
+            "relevance": None,
+        }
         if self.predictor.classes:
-            found["relevance"] = pack_maps(relevance(model, batch, None if label is None else torch.tensor([label])))
-        return found
+            explanation["relevance"] = pack_maps(
+                relevance(model, batch, None if label is None else torch.tensor([label]))
+            )
+        return explanation
 
     def describe_confidence(self, probability: float) -> dict[str, Any] | None:
         """How often predictions of similar probability were right; None without evaluated photos."""
@@ -68,8 +74,10 @@ class Explainer:
             return None
         probabilities, right = self.calibration
         count = min(SIMILAR, max(len(right) // 5, MIN_EVALUATED // 2))
-        nearest = np.argsort(np.abs(probabilities - probability), kind="stable")[:count]
-        correct = int(right[nearest].sum())
+        start = max(int(np.searchsorted(probabilities, probability)) - count, 0)
+        near = slice(start, start + 2 * count)  # has the nearest ones: sorting all photos would take milliseconds
+        nearest = np.argsort(np.abs(probabilities[near] - probability), kind="stable")[:count]
+        correct = int(right[near][nearest].sum())
         return {"right": correct, "of": count, "interval": wilson(correct, count)}
 
     def find_neighbours(self, image: Tensor) -> list[dict[str, Any]]:
@@ -78,7 +86,7 @@ class Explainer:
             return []
         query = F.normalize(self.predictor.features(image[None]).cpu(), dim=-1)[0]
         best = (self.known.features @ query).topk(min(NEIGHBOURS, len(self.known.features)))
-        found = []
+        neighbours = []
         for similarity, row in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             try:
                 pixels = self.predictor.load_image(self.source.read(int(self.known.index[row])))
@@ -86,18 +94,20 @@ class Explainer:
                 continue
             label = int(self.known.labels[row])
             name = self.source.classes[label] if 0 <= label < len(self.source.classes) else ""
-            found.append({"image": encode_image(pixels, "JPEG", THUMBNAIL), "label": name, "similarity": similarity})
-        return found
+            neighbours.append(
+                {"image": encode_image(pixels, "JPEG", THUMBNAIL), "label": name, "similarity": similarity}
+            )
+        return neighbours
 
 
 def read_calibration(source: str | Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """(probability, whether it was right) of each photo that `plainvit evaluate` scored; None without them."""
+    """(probability, whether it was right) of the photos that `plainvit evaluate` scored, sorted; None without them."""
     path = run_folder(source) / "images.parquet" if source else None
     if path is None or not path.is_file():
         return None
     try:
         with path.open("rb") as file:
-            table = pq.read_table(file, columns=["probability", "right"])
+            table = pq.read_table(file, columns=["probability", "right"]).sort_by("probability")
     except (pa.ArrowException, OSError):  # another program's file
         return None
     return (table["probability"].to_numpy(), table["right"].to_numpy()) if len(table) >= MIN_EVALUATED else None
@@ -112,9 +122,9 @@ def pack_maps(maps: Tensor) -> str:
 
 def encode_image(image: Tensor, form: str, side: int | None = None) -> str:
     """uint8 [3, H, W] as a data URL."""
-    made = Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+    resized = Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
     if side:
-        made.thumbnail((side, side))
+        resized.thumbnail((side, side))
     file = io.BytesIO()
-    made.save(file, form)
+    resized.save(file, form)
     return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

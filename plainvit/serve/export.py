@@ -149,12 +149,12 @@ def _check(reference: Predictor, tested: Predictor | Graph, images: Tensor, name
     compute = getattr(tested, output)
     compute(images[:1])  # compile for one image first: the batch size is dynamic
     start = time.perf_counter()
-    found = torch.cat([compute(batch).cpu() for batch in images.split(BATCH)])
+    outputs = torch.cat([compute(batch).cpu() for batch in images.split(BATCH)])
     seconds = time.perf_counter() - start
     tolerance = TOLERANCE * max(float(expected.abs().max()), 1.0)
-    difference = (found - expected).abs().amax(1)  # [N]
-    agreeing = found.argmax(1) == expected.argmax(1) if reference.classes else difference <= tolerance
-    worst = float(difference.max()) if bool(found.isfinite().all()) else float("inf")
+    difference = (outputs - expected).abs().amax(1)  # [N]
+    agreeing = outputs.argmax(1) == expected.argmax(1) if reference.classes else difference <= tolerance
+    worst = float(difference.max()) if bool(outputs.isfinite().all()) else float("inf")
     return Check(name, size / 1e6, len(images), worst, tolerance, int(agreeing.sum()), len(images) / seconds)
 
 
@@ -170,10 +170,10 @@ def _require_agreement(check: Check, int8: bool) -> None:
         )
 
 
-def time_calls(call: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds of each of at least three calls, until `seconds` have passed."""
+def time_call(call: Callable[[], object], min_seconds: float) -> list[float]:
+    """Seconds of each of at least three calls, until `min_seconds` have passed."""
     times: list[float] = []
-    while sum(times) < seconds or len(times) < 3:
+    while sum(times) < min_seconds or len(times) < 3:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
@@ -191,8 +191,7 @@ def table(checks: Sequence[Check]) -> "Table":
     rows = []
     for check in checks:
         low, high = (f"{100 * end:.1f}" for end in check.interval)
-        agreement, speed = f"{check.agreeing} of {check.images}", f"{check.images_per_second:.1f}"
-        rows.append(
-            (check.name, f"{check.megabytes:.1f}", f"{check.difference:.1e}", agreement, f"{low}-{high} %", speed)
-        )
+        agreement = (f"{check.agreeing} of {check.images}", f"{low}-{high} %")
+        numbers = (f"{check.megabytes:.1f}", f"{check.difference:.1e}")
+        rows.append((check.name, *numbers, *agreement, f"{check.images_per_second:.1f}"))
     return make_table(("format", "MB", "largest difference", "same top-1", "95 % interval", "images/s"), rows)

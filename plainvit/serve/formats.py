@@ -90,10 +90,10 @@ def trace_program(model: nn.Module, uint8: bool = True) -> ExportedProgram:
 
 def _fold_standardisation(module: nn.Module) -> None:
     """Computes the standardised weights of BiT's convolutions once, so that they are constants."""
-    for one in module.modules():
-        if isinstance(one, StdConv):
-            one.weight = nn.Parameter(one.standardised().detach())
-            one.standardised = lambda conv=one: conv.weight
+    for conv in module.modules():
+        if isinstance(conv, StdConv):
+            conv.weight = nn.Parameter(conv.standardised().detach())
+            conv.standardised = lambda conv=conv: conv.weight
 
 
 @contextlib.contextmanager
@@ -121,15 +121,17 @@ def _pool_slices(x: Tensor, kernel: int, stride: int) -> Tensor:
 
 
 def write_graph(program: ExportedProgram, path: Path, kind: Format, about: dict[str, Any]) -> None:
-    writers: dict[str, Callable[..., None]] = {
-        "onnx": write_onnx,
-        "openvino": write_openvino,
-        "pt2": _write_pt2,
-        "aoti": _write_aoti,
-    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporters warn of their own deprecations
-        writers[kind](program, path, about)
+        if kind == "onnx":
+            write_onnx(program, path, about)
+        elif kind == "openvino":
+            _write_openvino(program, path, about)
+        elif kind == "pt2":
+            torch.export.save(program, path, extra_files={KEY: json.dumps(about)})
+        else:  # compiled by Inductor for the CPU of this machine
+            configs = {"aot_inductor.metadata": {KEY: json.dumps(about)}}
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
 
 def write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
@@ -144,13 +146,13 @@ def write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any]) -> N
 
 def _save_onnx(program: ExportedProgram, path: Path, about: dict[str, Any], external_data: bool) -> None:
     names = {"input_names": ["images"], "output_names": about["outputs"]}
-    found = torch.onnx.export(program, (), dynamo=True, opset_version=OPSET, verbose=False, **names)
-    assert found is not None
-    found.model.metadata_props[KEY] = json.dumps(about)
-    found.save(str(path), external_data=external_data)
+    graph = torch.onnx.export(program, (), dynamo=True, opset_version=OPSET, verbose=False, **names)
+    assert graph is not None
+    graph.model.metadata_props[KEY] = json.dumps(about)
+    graph.save(str(path), external_data=external_data)
 
 
-def write_openvino(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
+def _write_openvino(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
     """Through ONNX, with weights of any size; path.xml has the graph and path.bin the weights."""
     require("export", "onnx", "onnxscript", "openvino")
     with TemporaryDirectory(dir=path.parent) as folder:
@@ -167,19 +169,6 @@ def convert_to_openvino(onnx_file: Path, path: Path, about: dict[str, Any]) -> N
     openvino.save_model(graph, path, compress_to_fp16=False)
 
 
-def _write_pt2(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
-    torch.export.save(program, path, extra_files={KEY: json.dumps(about)})
-
-
-def _write_aoti(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
-    """Compiled by Inductor for the CPU of this machine."""
-    from torch._inductor import aoti_compile_and_package
-
-    aoti_compile_and_package(
-        program, package_path=str(path), inductor_configs={"aot_inductor.metadata": {KEY: json.dumps(about)}}
-    )
-
-
 # Opening --------------------------------------------------------------------------------------------------------------
 
 
@@ -190,12 +179,10 @@ class Graph:
         self.run, self.about = run, about
         self.dtype = np.uint8 if about["input"] == "uint8" else np.float32
 
-    def logits(self, images: Tensor) -> Tensor:
-        """uint8 [B, 3, H, W] -> [B, K]."""
+    def logits(self, images: Tensor) -> Tensor:  # uint8 [B, 3, H, W] -> [B, K]
         return self._compute(images, "logits")
 
-    def features(self, images: Tensor) -> Tensor:
-        """uint8 [B, 3, H, W] -> [B, D]."""
+    def features(self, images: Tensor) -> Tensor:  # uint8 [B, 3, H, W] -> [B, D]
         return self._compute(images, "features")
 
     def _compute(self, images: Tensor, output: str) -> Tensor:
@@ -205,13 +192,13 @@ class Graph:
 
 def open_graph(path: Path, precision: str = "fp32") -> Graph:
     """Opens an export by its suffix. Only OpenVINO also computes in bf16."""
-    if path.name.endswith(".xml"):
+    if path.suffix == SUFFIXES["openvino"]:
         return _open_openvino(path, precision)
-    openers = {".onnx": _open_onnx, ".aoti.pt2": _open_aoti, ".pt2": _open_pt2}
-    opener = next((opener for suffix, opener in openers.items() if path.name.endswith(suffix)), None)
-    if opener is None:
-        raise ValueError(f"{path} is not an export: its name must end in .xml, {', '.join(openers)}")
-    return opener(path)
+    if path.suffix == SUFFIXES["onnx"]:
+        return _open_onnx(path)
+    if path.suffix == SUFFIXES["pt2"]:
+        return _open_torch(path)
+    raise ValueError(f"{path} is not an export: its name must end in {', '.join(SUFFIXES.values())}")
 
 
 def _open_onnx(path: Path) -> Graph:
@@ -235,18 +222,16 @@ def _open_openvino(path: Path, precision: str) -> Graph:
     return Graph(lambda images, output: compiled([images])[output].copy(), json.loads(graph.get_rt_info(KEY).value))
 
 
-def _open_pt2(path: Path) -> Graph:
-    about = {KEY: ""}
-    module = torch.export.load(path, extra_files=about).module()
-    return _wrap_torch(module, json.loads(about[KEY]))
+def _open_torch(path: Path) -> Graph:
+    if path.name.endswith(SUFFIXES["aoti"]):
+        module = torch._inductor.aoti_load_package(str(path))
+        text = module.get_metadata()[KEY]
+    else:
+        metadata = {KEY: ""}  # load fills it
+        module = torch.export.load(path, extra_files=metadata).module()
+        text = metadata[KEY]
+    about = json.loads(text)
 
-
-def _open_aoti(path: Path) -> Graph:
-    package = torch._inductor.aoti_load_package(str(path))
-    return _wrap_torch(package, json.loads(package.get_metadata()[KEY]))
-
-
-def _wrap_torch(module: Callable[[Tensor], Any], about: dict[str, Any]) -> Graph:
     @torch.inference_mode()
     def run(images: np.ndarray, output: str) -> np.ndarray:
         return module(torch.from_numpy(images))[about["outputs"].index(output)].numpy()

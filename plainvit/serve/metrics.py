@@ -9,14 +9,16 @@ class Metrics:
     """The metrics of one server."""
 
     def __init__(self) -> None:
-        self.registry = one = CollectorRegistry()
-        self.requests = Counter("plainvit_requests", "Answered requests", ["path", "status"], registry=one)
-        self.images = Counter("plainvit_images", "Images by outcome", ["model", "outcome"], registry=one)
-        self.waiting = Gauge("plainvit_waiting_images", "Images accepted and not answered", ["model"], registry=one)
-        self.request_seconds = Histogram("plainvit_request_seconds", "Time to answer", ["path"], registry=one)
-        self.batch_seconds = Histogram("plainvit_batch_seconds", "Time of a forward pass", ["model"], registry=one)
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("plainvit_requests", "Answered requests", ["path", "status"], registry=registry)
+        self.images = Counter("plainvit_images", "Images by outcome", ["model", "outcome"], registry=registry)
+        self.waiting = Gauge(
+            "plainvit_waiting_images", "Images accepted and not answered", ["model"], registry=registry
+        )
+        self.request_seconds = Histogram("plainvit_request_seconds", "Time to answer", ["path"], registry=registry)
+        self.batch_seconds = Histogram("plainvit_batch_seconds", "Time of a forward pass", ["model"], registry=registry)
         self.batch_images = Histogram(
-            "plainvit_batch_images", "Images in a forward pass", ["model"], registry=one, buckets=IMAGES
+            "plainvit_batch_images", "Images in a forward pass", ["model"], registry=registry, buckets=IMAGES
         )
 
     def render(self) -> bytes:

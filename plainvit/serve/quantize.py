@@ -88,7 +88,7 @@ def measure_errors(file: Path, pixels: np.ndarray) -> dict[str, float]:
     import onnxruntime
 
     graph = onnx.load(file)
-    weights = {one.name: one for one in graph.graph.initializer}
+    weights = {weight.name: weight for weight in graph.graph.initializer}
     layers = [n for n in graph.graph.node if n.op_type in OPERATORS and n.input[1] in weights]
     inputs = sorted({node.input[0] for node in layers if node.op_type != "Conv"} - {"images"})
     del graph.graph.output[:]
@@ -100,7 +100,7 @@ def measure_errors(file: Path, pixels: np.ndarray) -> dict[str, float]:
         errors[node.name] = 0.0
         if node.input[0] in values:
             weight = onnx.numpy_helper.to_array(weights[node.input[1]])
-            is_transposed = any(one.name == "transB" and one.i for one in node.attribute)
+            is_transposed = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
             x = np.asarray(values[node.input[0]]).reshape(-1, weight.shape[is_transposed])
             errors[node.name] = _matmul_error(x, weight.T if is_transposed else weight)
     return errors
@@ -112,8 +112,8 @@ def _matmul_error(x: np.ndarray, weight: np.ndarray) -> float:
     step = (high - low) / 255 or 1.0
     steps = np.abs(weight).max(0, keepdims=True) / 127 + np.finfo(np.float32).tiny
     exact = x @ weight
-    found = (x / step).round() * step @ ((weight / steps).round() * steps)
-    return float(np.linalg.norm(found - exact) / (np.linalg.norm(exact) or 1.0))
+    quantized = (x / step).round() * step @ ((weight / steps).round() * steps)
+    return float(np.linalg.norm(quantized - exact) / (np.linalg.norm(exact) or 1.0))
 
 
 @contextlib.contextmanager

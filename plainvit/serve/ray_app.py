@@ -16,12 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from plainvit.serve import require
-from plainvit.serve.app import read_body
-from plainvit.serve.limits import Limits
+from plainvit.serve.requests import Limits, read_body
 from plainvit.serve.server import TOKEN, Settings, load_app
 
 TRIES = 5  # replicas that may die during one request
-Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 
 
 class Replica:
@@ -31,8 +29,8 @@ class Replica:
         settings = Settings(models=models, backend=backend, device=device)  # pyright: ignore[reportArgumentType]
         self.app = load_app(settings, token=os.environ.get(TOKEN, ""))
 
-    async def answer(self, scope: dict[str, Any], body: bytes) -> Answer:
-        """Runs one HTTP request through the application."""
+    async def respond(self, scope: dict[str, Any], body: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+        """Status, headers and body of the response to one HTTP request."""
         status, headers, chunks = 500, [], []
 
         async def receive() -> dict[str, Any]:
@@ -59,7 +57,7 @@ class Gateway:
         body = b""
         try:
             if request.method == "POST":
-                body = await read_body(request, int(self.limits.max_megabytes * 1e6), self.limits.body_seconds)
+                body = await read_body(request, self.limits)
         except HTTPException as error:
             return JSONResponse({"error": error.detail}, error.status_code)
         return await self.forward(request, body)
@@ -71,7 +69,7 @@ class Gateway:
         scope = {name: request.scope[name] for name in kept if name in request.scope}
         for attempt in range(TRIES):
             try:
-                status, headers, content = await self.replicas.answer.remote(scope, body)
+                status, headers, content = await self.replicas.respond.remote(scope, body)
             except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError):
                 await asyncio.sleep(0.1 * attempt)
                 continue

@@ -13,6 +13,7 @@ import resource
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +24,9 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
 from plainvit.serve.backends import Name, choose_backend
 from plainvit.serve.explain import Explainer
-from plainvit.serve.limits import Limits
 from plainvit.serve.metrics import Metrics
-from plainvit.serve.service import Service
+from plainvit.serve.requests import Limits
+from plainvit.serve.service import Service, lower_priority
 
 TOKEN = "PLAINVIT_TOKEN"  # environment variable: command lines are visible to other users
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -43,7 +44,7 @@ class Settings:
     device: str = "auto"
     neighbours: str = ""
     data_root: Path | None = None
-    explain: bool = True
+    no_explain: bool = False
     limits: Limits = field(default_factory=Limits)
 
 
@@ -68,7 +69,7 @@ def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) 
         measured = ", ".join(f"{kind} {speed:.0f}" for kind, speed in speeds.items())
         print(f"{name}: backend {chosen}{f' (images/s: {measured})' if measured else ''}", flush=True)
         services.append(Service(name, predictor, settings.limits, backend, metrics))
-        if settings.explain:
+        if not settings.no_explain:
             explainers[name] = Explainer(predictor, settings.neighbours, settings.data_root)
     gc.collect()
     gc.freeze()  # a full collection would look at all objects of the libraries: a pause of 150 ms
@@ -89,7 +90,9 @@ def check_access(host: str, no_auth: bool) -> tuple[str, Sequence[str]]:
 
 def bind_port(host: str, port: int) -> socket.socket:
     """A socket that is not listening yet: connections are refused until the models are loaded."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol must be named: asyncio sets TCP_NODELAY only then, and without it every response may wait 40 ms
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
@@ -100,7 +103,7 @@ def bind_port(host: str, port: int) -> socket.socket:
 
 
 class DeadlineServer(uvicorn.Server):
-    """uvicorn that closes connections whose header is late, that are idle, or that do not read their answer."""
+    """uvicorn that closes connections whose header is late, that are idle, or that do not read their response."""
 
     def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
         super().__init__(config)
@@ -136,6 +139,13 @@ class DeadlineServer(uvicorn.Server):
                 limit = limits.body_seconds + limits.deadline + 5
             if now - since >= limit and connection.transport:
                 connection.transport.abort()
+
+
+def run(settings: Settings, bound: socket.socket, *, token: str, hosts: Sequence[str]) -> None:
+    """Serves until a signal comes. The threads of the libraries get the priority of the one that loads the models."""
+    with ThreadPoolExecutor(1, initializer=lower_priority) as loader:
+        app = loader.submit(load_app, settings, token=token, hosts=hosts).result()
+    make_server(app, settings.limits).run(sockets=[bound])
 
 
 def make_server(app: Application, limits: Limits) -> DeadlineServer:

@@ -9,6 +9,8 @@ fails on, is an exception in its place; the others of the request are answered.
 
 import asyncio
 import os
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +21,16 @@ from plainvit.data.decode import ImageError
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.backends import Backend
 from plainvit.serve.batcher import Batcher, DeadlineError, OverloadError
-from plainvit.serve.limits import Limits, check_photo
 from plainvit.serve.metrics import Metrics
+from plainvit.serve.requests import Limits, check_photo
+
+NICE = 5  # of the threads that compute: a third of the event loop's weight
+
+
+def lower_priority() -> None:
+    """Lets the event loop respond while the model computes: on Linux, threads that a thread starts inherit it."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class Service:
@@ -39,14 +49,16 @@ class Service:
         self.waiting = 0  # images that were admitted and not answered yet
         self.metrics.waiting.labels(name).set_function(lambda: self.waiting)
         self.rate = 0.0  # images per second of recent batches; 0 before the first
-        model_thread, compute = ThreadPoolExecutor(1, "model"), backend or predictor
+        model_thread, compute = ThreadPoolExecutor(1, "model", lower_priority), backend or predictor
         self.batchers = {
             output: Batcher(getattr(compute, output), limits.max_batch, model_thread, self._observe)
             for output in ("logits", "features")
         }
         threads = os.cpu_count() or 1
         self.slots = asyncio.Semaphore(threads)
-        self.decoders = ThreadPoolExecutor(2 * threads, "decode")  # some threads may be held by slow images
+        self.decoders = ThreadPoolExecutor(
+            2 * threads, "decode", lower_priority
+        )  # some threads may be held by slow images
 
     def _observe(self, images: int, seconds: float) -> None:
         rate = images / max(seconds, 1e-6)
