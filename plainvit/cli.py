@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of the output has closed it, such as `head`
         sys.exit(0)
     except (ValueError, OSError) as error:
-        from plainvit.disk import exit_code
+        from plainvit.errors import exit_code
 
         if getattr(error, "raised_by_all", False) and os.environ.get("RANK", "0") != "0":
             sys.exit(exit_code(error))  # the main process prints it

@@ -297,7 +297,7 @@ def test_only_a_lost_connection_becomes_a_lost_error(error: RuntimeError, lost: 
 def test_an_error_without_a_message_is_raised_in_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "gather_strings", lambda _, words: ["", words])
     with pytest.raises(DisagreementError, match="rank 1: TimeoutError"):
-        World(1, 2).agree(small_runs.fail(TimeoutError()))
+        World(1, 2).run_on_all_ranks(small_runs.fail(TimeoutError()))
 
 
 @pytest.mark.slow

@@ -114,13 +114,13 @@ def test_a_restored_optimizer_has_the_layout_of_a_new_one(name: Any) -> None:
 
 def test_a_non_finite_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The images of one batch are NaN, long after the graphs were captured."""
-    prepare = Classify.prepare
+    prepare = Classify.make_inputs
 
     def spoil(objective: Classify, batch: Batch, number: int) -> tuple[torch.Tensor, ...]:
         images, *rest = prepare(objective, batch, number)
         return images.float() * (float("nan") if number == 8 else 1.0), *rest
 
-    monkeypatch.setattr(Classify, "prepare", spoil)
+    monkeypatch.setattr(Classify, "make_inputs", spoil)
     hashes: dict[int, str] = {}
     for number in range(8, 11):
         before_step(monkeypatch, number, lambda run: hashes.update({run.progress.step: tensor_hash(run.tensors())}))

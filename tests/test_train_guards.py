@@ -39,7 +39,7 @@ from plainvit.runtime.folder import metrics
 from plainvit.train import loop
 from plainvit.train import run as run_module
 from plainvit.train.guards import DeviceMemoryError, DivergedError, choose_micro_batch
-from plainvit.train.loop import score
+from plainvit.train.loop import validation_score
 from plainvit.train.objectives import Classify
 from plainvit.train.replay import replay
 from plainvit.train.run import fit
@@ -145,9 +145,9 @@ def test_a_non_finite_gradient_changes_nothing_and_is_captured(
 
 
 def test_non_finite_metrics_are_never_the_best_validation() -> None:
-    assert score({"top1": 0.1, "nll": 2.0}) == 0.1
-    assert score({"top1": 0.1, "nll": float("nan")}) == score({"top1": 0.9, "nll": float("inf")}) == float("-inf")
-    assert score({"loss": 0.5}) == -0.5
+    assert validation_score({"top1": 0.1, "nll": 2.0}) == 0.1
+    assert validation_score({"top1": 0.1, "nll": float("nan")}) == validation_score({"top1": 0.9, "nll": float("inf")}) == float("-inf")
+    assert validation_score({"loss": 0.5}) == -0.5
 
 
 def test_a_run_with_skipped_steps_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from plainvit.device import choose_device
-from plainvit.disk import exit_code
+from plainvit.errors import exit_code
 from plainvit.errors import first_line
 
 log = logging.getLogger("plainvit")
@@ -81,7 +81,7 @@ class World:
         dist.all_gather_object(gathered, words)
         return gathered
 
-    def agree(self, make: Callable[[], T], same: Callable[[T], str] | None = None) -> T:
+    def run_on_all_ranks(self, make: Callable[[], T], same: Callable[[T], str] | None = None) -> T:
         """Calls `make()` in every process. Raises in all of them if it fails in one or if `same(result)` differs."""
         result, error = None, ""
         try:

@@ -18,7 +18,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.distributed import World
-from plainvit.runtime.sharding import full_tensor
+from plainvit.runtime.parallel import full_tensor
 from plainvit.train.guards import DivergedError
 from plainvit.train.masked import PredictPatches, evaluate_masked
 from plainvit.train.state import Training, averaged_weights

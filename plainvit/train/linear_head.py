@@ -25,7 +25,7 @@ from plainvit.evaluate.probe import logistic, search_logistic
 from plainvit.evaluate.statistics import describe_accuracy
 from plainvit.runtime.display import Display, readable, show_activity, tell
 from plainvit.runtime.folder import check_metrics
-from plainvit.runtime.sharding import release_gathered, shard_like
+from plainvit.runtime.parallel import release_gathered, shard_like
 from plainvit.train.finalize import FIRST, FIRST_RESULTS, copy_model, make_predictor, open_evaluation_set
 from plainvit.train.resume_check import has_valid_checksum
 from plainvit.train.time_budget import average_over_processes

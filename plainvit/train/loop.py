@@ -77,8 +77,8 @@ def take_step(run: "Training", prefetcher: Prefetcher, display: Display) -> tupl
         if run.progress.micro_batch < len(tensors[0]):
             display.tell(f"micro-batch {run.progress.micro_batch}: what fits into the device's memory")
     pending = launch(run, tensors)
-    prepared = prefetcher.fill()  # meanwhile
-    waited += prepared if pending.is_done() else 0.0  # the device has waited for the batch if it is done already
+    fill_seconds = prefetcher.fill()  # while the device computes
+    waited += fill_seconds if pending.is_done() else 0.0  # the device has waited for the batch if it is done already
     loss, correct, norm, stop_signal = pending.read()
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     if is_finite:
@@ -109,8 +109,8 @@ def validate(run: "Training", display: Display) -> None:
         run.record({"step": progress.step, "val": {"non_finite": error.images}})
         display.tell(f"{title}  {error}")
         return
-    if score(metrics) > progress.best:
-        progress.best, progress.best_step, progress.worse = score(metrics), progress.step, 0
+    if validation_score(metrics) > progress.best:
+        progress.best, progress.best_step, progress.worse = validation_score(metrics), progress.step, 0
     else:
         progress.worse += 1
     run.record({"step": progress.step, "val": metrics})
@@ -118,10 +118,10 @@ def validate(run: "Training", display: Display) -> None:
     display.tell(f"{title}  {words}{'' if progress.worse else '  best so far'}")
 
 
-def score(metrics: Mapping[str, float]) -> float:
-    """What validations are compared by, more being better: top-1, or the negative loss where there are no labels.
+def validation_score(metrics: Mapping[str, float]) -> float:
+    """Higher is better: top-1, or the negative loss for runs without labels.
 
-    Logits that are not finite choose a class too: they score -inf.
+    -inf if the NLL is NaN or Inf, because top-1 is meaningless then.
     """
     if "top1" not in metrics:
         return -metrics["loss"]

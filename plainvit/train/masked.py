@@ -52,13 +52,13 @@ class PredictPatches(MaskedViT):
         self.seed, self.rank = config.seed, rank
         self.initialise(torch.Generator().manual_seed(config.seed))
 
-    def prepare(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
+    def make_inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
         """(images, order) and, unless hidden patches are dropped, the source of each token."""
         count, device = len(batch.images), batch.images.device
         position = torch.arange(self.rank * count, (self.rank + 1) * count, device=device)  # in the global batch
         return batch.images, *self.hide(self.seed, torch.full_like(position, step), position)
 
-    def prepare_held_out(self, images: Tensor, index: np.ndarray) -> tuple[Tensor, ...]:
+    def make_held_out_inputs(self, images: Tensor, index: np.ndarray) -> tuple[Tensor, ...]:
         """The same for held-out images, whose masks depend on their index alone."""
         position = torch.from_numpy(index).to(images.device)
         return images, *self.hide(0, torch.full_like(position, -1), position)
@@ -166,7 +166,7 @@ def evaluate_masked(
             sums[3] += len(batch.bad)
             if count:
                 with cast():
-                    loss, correct = objective(*objective.prepare_held_out(images, batch.index[good]))
+                    loss, correct = objective(*objective.make_held_out_inputs(images, batch.index[good]))
                 sums[:3] += torch.stack((loss * count, correct, torch.full_like(loss, count))).double()
     loss, correct, images, unreadable = world.sum(sums).tolist()
     if not images:
@@ -205,5 +205,5 @@ def draw_predictions(
     if images:
         batch = torch.stack(images).to(prepared.world.device)
         with eval_mode(objective), cast():
-            shown = objective.show(objective.prepare_held_out(batch, np.array(index)))
+            shown = objective.show(objective.make_held_out_inputs(batch, np.array(index)))
         draw_masked(folder, step, [part.cpu().numpy() for part in shown])

@@ -12,7 +12,7 @@ from torch import Tensor, _foreach_add_, _foreach_lerp_, _foreach_mul_, nn  # py
 
 from plainvit.config import Optim
 from plainvit.models import ResNet, ViT
-from plainvit.runtime.sharding import shard_like
+from plainvit.runtime.parallel import shard_like
 
 
 def convert_big_vision_decay(lr: float, wd: float) -> float:

@@ -68,7 +68,7 @@ def read_state(path: Path, step: int | None) -> tuple[dict[str, Tensor], dict[st
 
 def repeat_step(run: Training) -> dict[str, Any]:
     batch = next(run.loader.batches(run.progress.step, run.progress.step + 1))
-    tensors = run.objective.prepare(batch, run.progress.step)
+    tensors = run.objective.make_inputs(batch, run.progress.step)
     non_finite: list[str] = []
     hooks = [
         module.register_forward_hook(lambda _, __, out, name=name: note_non_finite(name, out, non_finite))

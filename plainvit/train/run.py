@@ -18,7 +18,7 @@ from plainvit.analyse.report import write_report
 from plainvit.config import Config, Model, ResNetConfig, to_json
 from plainvit.data.known import SETS
 from plainvit.data.splits import Splits, find_data_problems, open_splits
-from plainvit.disk import exit_code
+from plainvit.errors import exit_code
 from plainvit.models import ResNet, ViT
 from plainvit.names import SIZES
 from plainvit.recipes import list_recipes, recipe
@@ -90,11 +90,11 @@ def fit(
     try:
         with raise_lost_peer(world):
             with show_activity(f"reading the list of images of {config.data}", quiet=quiet or not world.is_main):
-                config, splits = world.agree(lambda: open_run(config, options), lambda both: identify(*both))
+                config, splits = world.run_on_all_ranks(lambda: open_run(config, options), lambda both: identify(*both))
             if search:
                 check_search(config)
             path = Path(out) if out else Path("runs") / default_name(config)
-            with world.agree(lambda: Folder(path, writes=world.is_main)) as folder:
+            with world.run_on_all_ranks(lambda: Folder(path, writes=world.is_main)) as folder:
                 if search:
                     config = search_in(world, folder, config, options)
                 fitted = run_in(world, folder, config, splits, options)
@@ -152,14 +152,14 @@ def search_in(world: World, folder: Folder, config: Config, options: Options) ->
 def run_in(world: World, folder: Folder, config: Config, splits: Splits, options: Options) -> Fitted:
     """The run itself. However it ends, status.json says so; what is invalid at the start leaves nothing behind."""
     bare, force = options.bare, options.force
-    is_finished = world.agree(lambda: check_resumable(config, splits, folder, force=force, bare=bare))
+    is_finished = world.run_on_all_ranks(lambda: check_resumable(config, splits, folder, force=force, bare=bare))
     world.barrier()  # all have read the folder before the main process writes into it
     if is_finished:
         log.warning("%s is finished: nothing to do", folder.path)
         return Fitted(folder.path, read_results(folder.path), load(folder.path / "model.safetensors"))
     is_quiet = options.quiet or not world.is_main
     with show_activity("loading the model and the images", quiet=is_quiet):
-        run = world.agree(
+        run = world.run_on_all_ranks(
             lambda: build_training(config, splits, folder, quiet=is_quiet, world=world, force=options.force)
         )
     if not is_quiet:

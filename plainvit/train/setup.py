@@ -22,7 +22,7 @@ from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.display import readable, tell
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
-from plainvit.runtime.sharding import replicate, shard
+from plainvit.runtime.parallel import replicate, shard
 from plainvit.runtime.track import tracker
 from plainvit.train.finalize import make_predictor, open_evaluation_set
 from plainvit.train.graphs import Graph, GraphedGradients, can_use_graphs
