@@ -119,9 +119,9 @@ def test_models_are_compared_at_equal_compute() -> None:
     """A point on the line between two ViTs is neither above nor below them."""
     study = ALL["hybrids"]
     arms = study.arms("cpu")
-    found = plant(study, {name: math.log2(arm.x) / 100 + 1 for name, arm in arms.items()}, spread=0)
-    weights = compute.lead_over_vit(found, "hybrid medium")
-    assert sum(weight * found.mean(arm) for arm, weight in weights.items()) == pytest.approx(0, abs=1e-12)
+    results = plant(study, {name: math.log2(arm.x) / 100 + 1 for name, arm in arms.items()}, spread=0)
+    weights = compute.lead_over_vit(results, "hybrid medium")
+    assert sum(weight * results.mean(arm) for arm, weight in weights.items()) == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -132,12 +132,12 @@ def test_axes_are_scaled_alike(budget: Budget) -> None:
 
 def test_more_parameters_than_allowed_contradict() -> None:
     study = ALL["patch-size"]
-    found = plant(study, along(study, {"base": (0.7, 0.6, 0.5)}))
-    first, arm = next(iter(found.arms.items()))
+    results = plant(study, along(study, {"base": (0.7, 0.6, 0.5)}))
+    first, arm = next(iter(results.arms.items()))
     assert isinstance(arm.config.model, ViTConfig)
     wide = arm.config.replace(model=arm.config.model.replace(mlp_dim=256))
-    found.arms[first] = scaling.Arm(wide, x=arm.x, group=arm.group)  # pyright: ignore[reportIndexIssue]
-    assert study.decide(found).outcome == "contradicted"
+    results.arms[first] = scaling.Arm(wide, x=arm.x, group=arm.group)  # pyright: ignore[reportIndexIssue]
+    assert study.decide(results).outcome == "contradicted"
 
 
 def test_sgd_is_bits() -> None:

@@ -43,8 +43,8 @@ def test_a_study_from_the_command_to_the_report(tmp_path: Path, monkeypatch: pyt
     learns = runs.config(steps=150, batch=64, evaluations=1, holdout=0.3, optim=Optim(lr=1e-2, warmup=0.1), **plain)
     arms = {"still": Arm(learns.replace(optim=learns.optim.replace(lr=1e-9))), "learns": Arm(learns)}
     fields = {"number": 99, "claim": "Learning needs a learning rate.", "source": "s", "rule": "learns > still"}
-    parts = lambda found: [found.above("learns", "still")]  # noqa: E731
-    made = Study(name="rate", arms=lambda _: arms, parts=parts, runs=3, **fields)
+    criteria = lambda results: [results.above("learns", "still")]  # noqa: E731
+    made = Study(name="rate", arms=lambda _: arms, criteria=criteria, runs=3, **fields)
     for module in ("claims", "report"):
         monkeypatch.setattr(f"plainvit.studies.{module}.read_claims", lambda: {"rate": fields})
     monkeypatch.setattr("plainvit.studies.registry.studies", lambda: {"rate": made})

@@ -28,8 +28,8 @@ def config(**changes: Any) -> Config:
 
 def make_plan(name: str, arms: Mapping[str, Config | Arm], folder: Path, **fields: Any) -> Plan:
     made = {arm: one if isinstance(one, Arm) else Arm(one) for arm, one in arms.items()}
-    parts = lambda _: [fact("f", 1.0, "1", True)]  # noqa: E731
-    study = Study(name=name, claim="c", source="s", rule="r", arms=lambda _: made, parts=parts, **fields)
+    criteria = lambda _: [fact("f", 1.0, "1", True)]  # noqa: E731
+    study = Study(name=name, claim="c", source="s", rule="r", arms=lambda _: made, criteria=criteria, **fields)
     return Plan(study, dict(made), 1, folder)
 
 

@@ -140,7 +140,7 @@ def test_the_outcome_rests_on_its_weakest_part(outcome: str, deciding: str) -> N
     p_values = {"strong": (0.001, "yes"), "weak": (0.04, "yes"), "open": (0.3, "open")}
     p_values |= {"out": (0.01, "no"), "far out": (0.001, "no")}
     parts = [PART | {"name": name, "p": p, "holds": holds} for name, (p, holds) in p_values.items()]
-    assert report.find_deciding_part({"outcome": outcome, "parts": parts})["name"] == deciding
+    assert report.find_deciding_criterion({"outcome": outcome, "parts": parts})["name"] == deciding
 
 
 def test_a_verdict_of_an_earlier_rule_is_history(tmp_path: Path) -> None:
@@ -224,8 +224,8 @@ def test_the_plan_of_all_studies_reuses_the_committed_runs(capsys: Capture) -> N
 
 def make_study(name: str, data: str = "digits") -> Study:
     arms = {"a": Arm(runs.config(steps=2, evaluations=1, data=data))}
-    parts = lambda found: [fact("arms", len(found.values), "1", True)]  # noqa: E731
-    return Study(name=name, number=90, claim="c", source="s", rule="r", arms=lambda _: arms, parts=parts)
+    criteria = lambda results: [fact("arms", len(results.values), "1", True)]  # noqa: E731
+    return Study(name=name, number=90, claim="c", source="s", rule="r", arms=lambda _: arms, criteria=criteria)
 
 
 @pytest.mark.slow

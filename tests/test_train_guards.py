@@ -146,7 +146,11 @@ def test_a_non_finite_gradient_changes_nothing_and_is_captured(
 
 def test_non_finite_metrics_are_never_the_best_validation() -> None:
     assert validation_score({"top1": 0.1, "nll": 2.0}) == 0.1
-    assert validation_score({"top1": 0.1, "nll": float("nan")}) == validation_score({"top1": 0.9, "nll": float("inf")}) == float("-inf")
+    assert (
+        validation_score({"top1": 0.1, "nll": float("nan")})
+        == validation_score({"top1": 0.9, "nll": float("inf")})
+        == float("-inf")
+    )
     assert validation_score({"loss": 0.5}) == -0.5
 
 

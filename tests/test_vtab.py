@@ -59,7 +59,7 @@ def test_settings_equal_the_paper() -> None:
 @pytest.mark.parametrize("row", range(3))
 def test_table_9_averages_to_its_printed_means(row: int) -> None:
     *cells, mean = paper.table(9).rows[row][1]
-    found = study.means(dict(zip(vtab.TASKS, cells, strict=True)))
+    found = study.average_by_group(dict(zip(vtab.TASKS, cells, strict=True)))
     assert round(found["vtab"], 1) == mean
     assert [found[group]["tasks"] for group in ("natural", "specialized", "structured")] == [7, 4, 8]
     assert "mean_of_available" not in found
@@ -67,7 +67,7 @@ def test_table_9_averages_to_its_printed_means(row: int) -> None:
 
 def test_the_vtab_score_needs_all_tasks() -> None:
     scores = dict.fromkeys(list(vtab.TASKS)[1:], 0.5)
-    found = study.means(scores)
+    found = study.average_by_group(scores)
     assert "vtab" not in found
     assert found["natural"] == {"mean": 0.5, "tasks": 6, "of": 7}
     assert found["mean_of_available"] == 0.5

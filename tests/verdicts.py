@@ -28,12 +28,12 @@ def plant(study: Study, means: Planted, spread: float = 0.001, runs: int = 0, bu
 
 def along(study: Study, curves: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
     """Arm by arm, the values of each group from its first place on the x axis to its last."""
-    found = Results(study.arms("cpu"), {})
-    return {arm: value for group, row in curves.items() for arm, value in zip(found.group(group), row, strict=True)}
+    results = Results(study.arms("cpu"), {})
+    return {arm: value for group, row in curves.items() for arm, value in zip(results.group(group), row, strict=True)}
 
 
 def rate_verdicts(p_for: Sequence[np.ndarray], p_against: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Rates of supported and contradicted over many studies [parts][studies], by the rule of `judge`."""
+    """Rates of supported and contradicted over many studies [parts][studies], by the rule of `decide`."""
     support, oppose = np.stack(p_for, 1), np.stack(p_against, 1)  # [studies, parts]
     p = np.minimum(support, oppose)
     order = p.argsort(1)

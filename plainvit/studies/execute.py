@@ -74,8 +74,8 @@ def run_studies(
             yield study, error
     trained = [plan for plan in plans if any(arm.is_trained for arm in plan.arms.values())]
     for plan in plans:  # before the workers start, because measuring speed needs an idle machine
-        if plan not in trained and (found := measure_untrained(plan, ledger, settings)):
-            yield plan.study, found
+        if plan not in trained and (verdict := measure_untrained(plan, ledger, settings)):
+            yield plan.study, verdict
     queue = Queue(trained, ledger, workers, settings.deadline, can_train=can_train, quiet=settings.quiet)
     for plan, error in queue.run():
         yield plan.study, error or try_verdict(plan, ledger, settings)
@@ -83,10 +83,10 @@ def run_studies(
 
 def run_study(study: Study, settings: Settings, workers: Workers) -> Verdict:
     """Runs one study. Raises the reason if there is no verdict."""
-    for _, found in run_studies([study], settings, workers):
-        if isinstance(found, Exception):
-            raise found
-        return found
+    for _, verdict in run_studies([study], settings, workers):
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
     raise TimeoutError(f"{study.name}: the time was not enough; the same call resumes it")
 
 
@@ -163,8 +163,8 @@ def _check_set(data: str, data_root: str) -> None:
 
 def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
     """Decides a study whose runs are all finished, and writes its folder."""
-    study, found = plan.study, plan.results(ledger)
-    verdict, runs = study.decide(found), summarize_runs([job.run for job in plan.all_jobs()], ledger)
+    study, results = plan.study, plan.results(ledger)
+    verdict, runs = study.decide(results), summarize_runs([job.run for job in plan.all_jobs()], ledger)
     command = f"plainvit study {study.spec or study.name} --budget {settings.budget}"
     command += f" --seeds {plan.count}" * (plan.count != study.runs) + " --data-root DIR" * bool(settings.data_root)
     machine = environment("cuda" if settings.budget != "cpu" and torch.cuda.is_available() else "cpu")
@@ -174,10 +174,10 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
         "budget": settings.budget,
         "outcome": verdict.outcome,
         "why": verdict.why,
-        "parts": verdict.parts,
+        "parts": verdict.criteria,
         "seeds": plan.count,
-        "values": found.values,
-        "data": sorted({arm.config.data for arm in found.arms.values() if arm.config.data}),
+        "values": results.values,
+        "data": sorted({arm.config.data for arm in results.arms.values() if arm.config.data}),
         "rule_commit": find_rule_commit(study),
         "definition": plan.definition,
         "seconds": runs["seconds"],
@@ -186,7 +186,7 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
         "environment": {name: machine[name] for name in ("plainvit", "commit", "python", "torch", "device")},
     }
     store_verdict(record, settings.out / study.name)
-    save(draw_study(study, found), settings.out / study.name / "figure.png")
+    save(draw_study(study, results), settings.out / study.name / "figure.png")
     return verdict
 
 
@@ -216,7 +216,7 @@ def find_rule_commit(study: Study) -> str | None:
     """The commit that wrote the rule, for one of the project's own studies in a checkout."""
     words = ["git", "log", "-1", "--format=%h", f"-S{study.rule}", "--", CLAIMS.name]
     try:
-        found = subprocess.run(words, cwd=CLAIMS.parent, capture_output=True, text=True, check=True)
+        output = subprocess.run(words, cwd=CLAIMS.parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip() or None
+    return output.stdout.strip() or None

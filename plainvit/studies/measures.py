@@ -35,8 +35,8 @@ def overfitting(config: Config, folder: Path) -> dict[str, float]:
     """Accuracy on training images minus held-out images, both with evaluation preprocessing."""
     train = open_splits(config).train
     top1 = _top1(Predictor(folder, precision="fp32", batch=256), limit_images(train, CLASSIFIED))
-    found = held_out(config, folder)
-    return found | {"train": top1, "overfitting": top1 - found["top1"]}
+    metrics = held_out(config, folder)
+    return metrics | {"train": top1, "overfitting": top1 - metrics["top1"]}
 
 
 def _top1(predictor: Predictor, source: Source) -> float:

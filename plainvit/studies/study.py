@@ -1,6 +1,7 @@
-"""A study: a published claim, the runs (arms) that test it, and the parts that it needs, written before the runs.
+"""A study: a published claim, the runs (arms) that test it, and its criteria, which are written before the runs.
 
-    STUDY = Study(name="rate", claim=..., source=..., rule=..., arms=..., parts=lambda found: [found.above("b", "a")])
+    criteria = lambda results: [results.above("b", "a")]
+    STUDY = Study(name="rate", claim=..., source=..., rule=..., arms=..., criteria=criteria)
 
 The arms differ in one setting. Each has several independent runs, compared on held-out training images; test images are
 not used. `plainvit/studies/execute.py` runs a study, `plainvit/studies/verdict.py` decides it.
@@ -20,11 +21,11 @@ from plainvit.evaluate.grid import choose_best, is_at_edge
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import read_results
 from plainvit.studies.claims import PERCENT, read_claims
-from plainvit.studies.verdict import Estimate, Part, Verdict, above, contrast, judge, within
+from plainvit.studies.verdict import Criterion, Estimate, Verdict, above, contrast, decide, within
 
 Budget = Literal["cpu", "gpu"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)  # from the smallest
-Parts = Callable[["Results"], Sequence[Part]]
+Criteria = Callable[["Results"], Sequence[Criterion]]
 CHOOSING = 3  # runs of each arm of a family that choose its best arm; the others decide
 MARGIN = 0.01  # of equivalence and non-inferiority in accuracy, unless a study says otherwise
 
@@ -57,9 +58,9 @@ class Study:
     name: str
     claim: str  # one sentence
     source: str  # paper, section, table
-    rule: str  # the parts in words
+    rule: str  # the criteria in words
     arms: Callable[[Budget], dict[str, Arm]]
-    parts: "Parts"  # all must hold
+    criteria: "Criteria"  # all must hold
     draw: Callable[["Results"], Figure] | None = None  # default: curves of groups of arms, or the arms
     bars: bool = False  # the arms, although they have groups
     # Metrics of a run from its config and folder
@@ -73,14 +74,14 @@ class Study:
     runs: int = 5  # of each arm, with independent seeds
     spec: str = ""  # FILE.py:STUDY of a user's own study
 
-    def decide(self, found: "Results") -> Verdict:
-        fewest = min(len(found.samples(arm)) for arm in found.values)
-        return judge(self.parts(found), fewest, describe_edges(found))
+    def decide(self, results: "Results") -> Verdict:
+        fewest = min(len(results.samples(arm)) for arm in results.values)
+        return decide(self.criteria(results), fewest, describe_edges(results))
 
 
-def define(name: str, arms: Callable[[Budget], dict[str, Arm]], parts: "Parts", **fields: Any) -> Study:
+def define(name: str, arms: Callable[[Budget], dict[str, Arm]], criteria: "Criteria", **fields: Any) -> Study:
     """One of the project's own studies, whose claim and rule are in claims.toml."""
-    return Study(name=name, arms=arms, parts=parts, **read_claims()[name], **fields)
+    return Study(name=name, arms=arms, criteria=criteria, **read_claims()[name], **fields)
 
 
 @dataclass(frozen=True)
@@ -111,18 +112,18 @@ class Results:
 
     def families(self) -> dict[str, list[str]]:
         """The arms of each family, by learning rate."""
-        found: dict[str, list[str]] = {}
+        families: dict[str, list[str]] = {}
         for name, arm in sorted(self.arms.items(), key=lambda item: item[1].config.optim.lr):
             if arm.family:
-                found.setdefault(arm.family, []).append(name)
-        return found
+                families.setdefault(arm.family, []).append(name)
+        return families
 
     def best(self, family: str) -> str:
         """The best arm of a family, chosen by other runs and on other images than those that decide."""
         places = dict(enumerate(self.families()[family], 1))
         return places[int(choose_best({at: self.mean(name, "choice") for at, name in places.items()}))]
 
-    # Parts of a claim
+    # Criteria of a claim
 
     def estimate(self, weights: Mapping[str, float], metric: str = "") -> Estimate:
         """The sum of weight * mean over arms."""
@@ -131,18 +132,18 @@ class Results:
     def unit(self, metric: str = "") -> str:
         return "points" if (metric or self.metric) in PERCENT else ""
 
-    def contrast(self, name: str, weights: Mapping[str, float], *, limit: float = 0.0, metric: str = "") -> Part:
+    def contrast(self, name: str, weights: Mapping[str, float], *, limit: float = 0.0, metric: str = "") -> Criterion:
         """A weighted sum of arms is above the limit."""
         return above(name, self.estimate(weights, metric), limit, self.unit(metric))
 
-    def above(self, high: str, low: str, *, metric: str = "") -> Part:
+    def above(self, high: str, low: str, *, metric: str = "") -> Criterion:
         return self.contrast(f"{high} - {low}", {high: 1.0, low: -1.0}, metric=metric)
 
-    def not_worse(self, one: str, other: str, margin: float = MARGIN, *, metric: str = "") -> Part:
+    def not_worse(self, one: str, other: str, margin: float = MARGIN, *, metric: str = "") -> Criterion:
         """`one` is above `other` - margin."""
         return self.contrast(f"{one} - {other}", {one: 1.0, other: -1.0}, limit=-margin, metric=metric)
 
-    def equal(self, one: str, other: str, margin: float = MARGIN) -> Part:
+    def equal(self, one: str, other: str, margin: float = MARGIN) -> Criterion:
         """The two differ by less than the margin."""
         return within(f"{one} - {other}", self.estimate({one: 1.0, other: -1.0}), margin, self.unit())
 
@@ -157,16 +158,16 @@ def rate_name(family: str, lr: float) -> str:
     return f"{family} at {lr:.1e}"
 
 
-def families_at_edge(found: Results) -> dict[str, str]:
+def families_at_edge(results: Results) -> dict[str, str]:
     """The best arm of each family whose best learning rate is the lowest or highest one."""
     edges: dict[str, str] = {}
-    for family, names in found.families().items():
-        rates, best = {found.arms[name].config.optim.lr for name in names}, found.best(family)
-        if len(rates) > 1 and is_at_edge(found.arms[best].config.optim.lr, rates):
+    for family, names in results.families().items():
+        rates, best = {results.arms[name].config.optim.lr for name in names}, results.best(family)
+        if len(rates) > 1 and is_at_edge(results.arms[best].config.optim.lr, rates):
             edges[family] = best
     return edges
 
 
-def describe_edges(found: Results) -> str:
-    edges = families_at_edge(found)
+def describe_edges(results: Results) -> str:
+    edges = families_at_edge(results)
     return f"A better rate may lie outside the grid of {', '.join(edges)}" if edges else ""
