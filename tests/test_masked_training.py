@@ -174,7 +174,7 @@ def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
             ("--masked.ratio 1", "ratio must be above 0 and below 1, got 1"),
             ("--model.patch 16 16", "hides 1 of 1 x 1 patches"),
             ("--masked.target colours16 --masked.no-normalise --model.patch 2 2", "divisible by 4"),
-            ("--augment.mixup 0.5", "augment.mixup is not supported"),
+            ("--augment.mixup 0.5", "add --augment.mixup 0"),
             ("--objective mea", "objective"),
         ],
         2,

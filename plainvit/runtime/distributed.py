@@ -23,8 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from plainvit.device import choose_device
-from plainvit.errors import exit_code
-from plainvit.errors import first_line
+from plainvit.errors import exit_code, first_line
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")

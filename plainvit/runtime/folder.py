@@ -134,7 +134,7 @@ def check_metrics(metrics: Any, name: str) -> None:
         raise ValueError(f"{name} is {shorten_repr(metrics)}, not an object: delete the file and repeat the command")
     most = {"images": 2**53, "top1": 1.0, "top5": 1.0, "majority_accuracy": 1.0, "nll": math.inf, "loss": math.inf}
     for key in [key for key in most if key in metrics]:
-        value, is_required = metrics[key], key in ("images", "top1")  # others are null where they are not finite
+        value, is_required = metrics[key], key in ("images", "top1")  # others are null where they are NaN or Inf
         is_number = type(value) in (int, float) and (key == "images") <= value <= most[key]
         if not is_number and (is_required or value is not None):
             limits = f"{name}.{key} is {shorten_repr(value)}, not a number up to {most[key]:g}"

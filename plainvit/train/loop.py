@@ -1,7 +1,7 @@
 """The training loop, the only one: pre-training, fine-tuning and self-supervision differ in what is passed to it.
 
 For each step: the next batch (prepared while the device worked on the last one), forward and backward pass, a guard
-that skips the update if the loss or the gradient is not finite, the update, and every so often a validation and a
+that skips the update if the loss or the gradient is NaN or Inf, the update, and every so often a validation and a
 checkpoint. Everything random in a step follows from (seed, step), so a resumed run equals, bit for bit, the run that
 was never stopped.
 """

@@ -1,8 +1,9 @@
 """Objectives: a model with its loss. This one classifies labels; masked.py predicts hidden patches.
 
-The loop calls `make_inputs(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which returns the
-mean loss over the images and the number of correct predictions (NaN if there is no such number). A new loss is an entry
-of LOSSES and a name in `Config.loss`; a new objective a class, a name in `Config.objective`, and a line in setup.py.
+The loop calls `make_inputs(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which returns
+the mean loss over the images and the number of correct predictions (NaN if there is no such number). A new loss is an
+entry of LOSSES and a name in `Config.loss`; a new objective a class, a name in `Config.objective`, and a line in
+setup.py.
 """
 
 import torch
