@@ -153,10 +153,10 @@ def outcome(out: Path) -> dict[str, Any]:
     results = json.loads((out / "results.json").read_text())
     results.get("first", {}).pop("seconds", None)
     rest = {"step": state["step"], "lines": timeless(out), "results": results, "weights": weights(out)}
-    return hash_criteria(tensors) | rest
+    return hash_parts(tensors) | rest
 
 
-def hash_criteria(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+def hash_parts(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """A hash each of the weights, the averages and the optimizer's state."""
     return {
         part: tensor_hash({name: tensor for name, tensor in tensors.items() if name.startswith(part)})
