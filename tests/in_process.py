@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import Any
 
-from plainvit.config import Config, to_json
+from plainvit.config import to_json
 from plainvit.studies.runs import Task, execute
 
 
@@ -20,9 +20,6 @@ class InProcess:
     @property
     def free(self) -> tuple[None, ...]:
         return () if self.running else (None,)
-
-    def choose(self, configs: list[Config]) -> int:  # noqa: ARG002
-        return 0
 
     def execute(self, task: Task) -> dict[str, Any]:
         return execute(to_json(task.config), task.folder, task.measures, task.is_trained)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from plainvit.commands.parsing import exit_with_error, print_result
 from plainvit.config import visible
+from plainvit.errors import first_line
 
 if TYPE_CHECKING:
     from plainvit.studies.execute import Settings
@@ -91,7 +92,7 @@ def study(
     if failed:
         name, error = next(iter(failed.items()))
         prefix = f"{len(failed)} of {len(chosen)} studies failed, first " if len(chosen) > 1 else ""
-        exit_with_error(f"{prefix}{name}: {_first_line(error)}", getattr(error, "exit_code", 2))
+        exit_with_error(f"{prefix}{name}: {first_line(error)}", getattr(error, "exit_code", 2))
     if decided < len(chosen) and not json:
         words = f"{decided} of {len(chosen)} studies finished within {minutes:g} minutes"
         print(f"{words}; run the same command to resume", file=sys.stderr)
@@ -147,7 +148,7 @@ def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers"
     for one, found in run_studies(chosen, settings, workers):
         if isinstance(found, Exception):
             failed[one.name] = found
-            words = visible(_first_line(found))
+            words = visible(first_line(found))
         else:
             decided += 1
             write_report(settings.out)
@@ -155,7 +156,3 @@ def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers"
         if shows and not isinstance(found, NoDeviceError):  # the same for all
             print(f"{one.name}: {words}", file=sys.stderr)
     return failed, decided
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from plainvit.disk import make_folder
+from plainvit.errors import first_line
 from plainvit.runtime.display import Display, readable
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Job, Plan, order_plans
@@ -41,7 +42,6 @@ class Queue:
         self.wanted: dict[str, Job] = {}
         self.measures: dict[str, dict[str, Measure]] = {}
         self.failed: dict[str, str] = {}
-        self.passed_over = 0  # runs that were started before the first one, one after the other
         self.estimated, self.measured = 0.0, 0.0  # seconds of the finished runs
         self.plans = order_plans(plans, ledger)
         for plan in self.plans:
@@ -99,10 +99,9 @@ class Queue:
         """Start as many runs as there are free workers."""
         running = {task.folder.name for task, _ in self.workers.running.values()}
         while self.workers.free:
-            ready = [run for run in self.wanted if run not in running and self.is_ready(run)]
-            if not ready:
+            run = next((run for run in self.wanted if run not in running and self.is_ready(run)), None)
+            if run is None:
                 return
-            run = self.choose(ready)
             job, measures = self.wanted[run], tuple(self.measures.get(run, {}).values())
             try:
                 edit_weights(job)
@@ -111,13 +110,6 @@ class Queue:
                 continue
             self.workers.start(Task(job.config, self.folder / run, () if job.is_local else measures, job.is_trained))
             running.add(run)
-
-    def choose(self, ready: Sequence[str]) -> str:
-        """One of the first runs, if possible one that a worker has compiled code for; the first waits for so many."""
-        next_runs = ready[: 1 if self.passed_over >= self.workers.count else 4 * self.workers.count]
-        at = self.workers.choose([self.wanted[run].config for run in next_runs])
-        self.passed_over = self.passed_over + 1 if at else 0
-        return ready[at]
 
     def is_ready(self, run: str) -> bool:
         job, left = self.wanted[run], self.time_left()
@@ -146,14 +138,14 @@ class Queue:
 
     def fail(self, run: str, error: Exception) -> None:
         """Note the failure of a run, and of those that start from it."""
-        words = (str(error).splitlines() or [type(error).__name__])[0]
-        self.display.tell(f"{self.wanted[run].label}: {words}")
+        reason = first_line(error)
+        self.display.tell(f"{self.wanted[run].label}: {reason}")
         failed = {run}
         for name, job in self.wanted.items():  # in order: a run comes after the one that it starts from
             if job.parent in failed:
                 failed.add(name)
         for name in failed:
-            self.failed[name] = words
+            self.failed[name] = reason
             del self.wanted[name]
 
 

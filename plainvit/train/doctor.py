@@ -21,6 +21,7 @@ from plainvit import __version__, device
 from plainvit.config import Config, ViTConfig
 from plainvit.data.splits import find_data_problems, open_splits
 from plainvit.device import choose_device, processor
+from plainvit.errors import first_line
 from plainvit.models import build
 from plainvit.train.optim import freeze
 from plainvit.train.transfer import read_starting_model, resolve
@@ -111,7 +112,7 @@ def check_data(config: Config) -> Iterator[Problem]:
         with torch.device("meta"):
             freeze(build(resolved.model), config.optim.frozen)
     except (ValueError, OSError) as error:
-        yield str(error).splitlines()[0], "see `plainvit data info` for the data, --help for the settings"
+        yield first_line(error), "see `plainvit data info` for the data, --help for the settings"
         return
     yield from find_data_problems(resolved, splits)
     if splits.val is None:
