@@ -150,8 +150,8 @@ def test_sgd_is_bits() -> None:
 
 
 def test_the_largest_batch_is_extrapolated() -> None:
-    assert speed.extrapolate_batch(2, 120.0, 6, 160.0, 1000.0) == 90  # 100 and 10 an image
-    assert speed.extrapolate_batch(2, 120.0, 6, 160.0, 50.0) == 0
+    assert speed.extrapolate_batch({2: 120.0, 6: 160.0}, 1000.0) == 90  # 100 and 10 an image
+    assert speed.extrapolate_batch({2: 120.0, 6: 160.0}, 50.0) == 0
 
 
 def test_speed_is_measured() -> None:

@@ -138,8 +138,8 @@ def test_low_frequencies_are_those_of_the_cosine_transform(side: int) -> None:
     energy = np.asarray(dctn(tiles, axes=(1, 2), norm="ortho")) ** 2
     half = -(-side // 2)
     expected = energy[:, :half, :half].sum((1, 2, 3)) / (tiles**2).sum((1, 2, 3))
-    assert learned.low_frequency_share(tiles) == pytest.approx(expected)
-    assert learned.low_frequency_share(np.ones((1, side, side, 3))) == pytest.approx([1])
+    assert learned.low_frequency_fraction(tiles) == pytest.approx(expected)
+    assert learned.low_frequency_fraction(np.ones((1, side, side, 3))) == pytest.approx([1])
 
 
 def test_effective_rank() -> None:

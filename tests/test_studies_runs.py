@@ -131,10 +131,10 @@ def test_runs_are_shared_and_their_numbers_suffice_on_another_machine(tmp_path: 
     assert len(workers.names) == 2
     before = plans[0].results(ledger).values
     elsewhere = make_plan("one", arms, tmp_path / "second")
-    assert not elsewhere.wanted(Ledger(ledger.file))
+    assert not elsewhere.missing(Ledger(ledger.file))
     assert elsewhere.results(Ledger(ledger.file)).values == before
     more = make_plan("more", {"a": arms["a"], "c": Arm(config(model=None, steps=1), parent="a")}, tmp_path / "second")
-    assert [job.config.steps for job in more.wanted(ledger).values()] == [2, 1], (
+    assert [job.config.steps for job in more.missing(ledger).values()] == [2, 1], (
         "a start is made again where it is absent"
     )
 

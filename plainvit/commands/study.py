@@ -123,7 +123,7 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
     known = settings.open_ledger()
     plans = [Plan(one, one.arms(settings.budget), settings.runs or one.runs, settings.out / "runs") for one in chosen]
     for plan in plans:
-        while not plan.wanted(known) and plan.extend(known):
+        while not plan.missing(known) and plan.extend(known):
             pass
     groups = {plan.study.name: [plan] for plan in plans}
     if len(chosen) > 1:

@@ -4,6 +4,7 @@
     plainvit train vit-b16-i1k --devices 8
 
 torchrun starts and restarts the processes. Without it there is one process, and every collective is a no-op.
+parallel.py wraps the model in DDP or FSDP.
 """
 
 import contextlib

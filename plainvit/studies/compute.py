@@ -85,10 +85,10 @@ def slopes(results: Results, signs: Mapping[str, float]) -> dict[str, float]:
 def lead_over_vit(results: Results, arm: str) -> dict[str, float]:
     """Weights of the arm less a ViT of the same compute, between two of the ViTs where need be."""
     vits = results.group("ViT")
-    places = np.log2([results.arms[name].x for name in vits])
-    at = np.log2(results.arms[arm].x)
-    shares = [float(np.interp(at, places, row)) for row in np.eye(len(vits))]
-    return {arm: 1.0} | {name: -share for name, share in zip(vits, shares, strict=True) if share}
+    known = np.log2([results.arms[name].x for name in vits])
+    compute = np.log2(results.arms[arm].x)
+    weights = [float(np.interp(compute, known, row)) for row in np.eye(len(vits))]
+    return {arm: 1.0} | {name: -weight for name, weight in zip(vits, weights, strict=True) if weight}
 
 
 def compute_criteria(results: Results) -> list[Criterion]:

@@ -31,7 +31,7 @@ def subsets(budget: Budget) -> dict[int, Config]:
     else:
         config = plain(budget).replace(data=pretrain_config(budget).data, steps=200, evaluations=10, patience=3)
         whole = IMAGES["digits"] / 2 * (1 - config.holdout)  # half of the classes
-    return {round(share * whole): config.replace(train_fraction=share) for share in FRACTIONS[budget]}
+    return {round(part * whole): config.replace(train_fraction=part) for part in FRACTIONS[budget]}
 
 
 def models_by_kind(budget: Budget) -> dict[str, Model]:

@@ -95,7 +95,7 @@ def plan_study(study: Study, settings: Settings, ledger: Ledger, *, can_train: b
     check_verdict(study, settings.budget, settings.out / study.name)
     arms = {name: _set_root(arm, settings.data_root) for name, arm in study.arms(settings.budget).items()}
     plan = Plan(study, arms, settings.runs or study.runs, settings.out / "runs")
-    if plan.wanted(ledger):
+    if plan.missing(ledger):
         if not can_train:
             raise NoDeviceError(f"--budget {settings.budget} needs a CUDA GPU and none was found: use --budget cpu")
         _check_data(arms)
@@ -104,7 +104,7 @@ def plan_study(study: Study, settings: Settings, ledger: Ledger, *, can_train: b
 
 def measure_untrained(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict | Exception | None:
     """Measures a study without training in this process; returns None if the time was not enough."""
-    for run, job in plan.wanted(ledger).items():
+    for run, job in plan.missing(ledger).items():
         if time.monotonic() > settings.deadline:
             return None
         assert job.measure

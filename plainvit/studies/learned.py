@@ -100,17 +100,17 @@ def measure_filters(config: Config, folder: Path) -> dict[str, float]:
     """Effective rank and low-frequency energy of the patch projection."""
     model = load_model(config, folder)
     filters = embeddings.filters(model, count=model.config.width)
-    smooth = low_frequency_share(filters.tiles)
+    smooth = low_frequency_fraction(filters.tiles)
     return {"rank": effective_rank(filters.variance), "smooth": float(filters.variance @ smooth)}
 
 
 def effective_rank(variance: np.ndarray) -> float:
     """The exponential of the entropy of the explained variances (Roy and Vetterli, 2007)."""
-    shares = variance[variance > 0] / variance.sum()
-    return float(np.exp(-(shares * np.log(shares)).sum()))
+    p = variance[variance > 0] / variance.sum()
+    return float(np.exp(-(p * np.log(p)).sum()))
 
 
-def low_frequency_share(tiles: np.ndarray) -> np.ndarray:
+def low_frequency_fraction(tiles: np.ndarray) -> np.ndarray:
     """[n]: fraction of each tile's energy in the lower half of the frequencies along both axes; a quarter for noise.
 
     By the orthonormal cosine transform, which has no artefacts at the borders of a tile.
@@ -145,8 +145,8 @@ def measure_attention(config: Config, folder: Path) -> dict[str, float]:
     predictor = Predictor(model, precision="fp32")
     source = open_splits(config).val
     assert source is not None
-    places = np.unique(np.linspace(0, len(source) - 1, IMAGES).astype(int))
-    images = predictor.stack(source.image(int(place)) for place in places)
+    chosen = np.unique(np.linspace(0, len(source) - 1, IMAGES).astype(int))
+    images = predictor.stack(source.image(int(index)) for index in chosen)
     return summarize_distances(attention.attention_distance(model, images).numpy())
 
 
@@ -182,8 +182,8 @@ def draw_attention(results: Results) -> Figure:
     for panel, arm in zip(axes[0], results.values, strict=True):
         heads = np.array([read_heads(row) for row in results.values[arm]])  # [runs, layers, heads]
         layers = np.arange(1, heads.shape[1] + 1)
-        at = np.broadcast_to(layers[:, None], heads.shape)
-        panel.scatter(at, heads, s=16, color=COLOURS["blue"], alpha=0.5, linewidths=0)
+        x = np.broadcast_to(layers[:, None], heads.shape)
+        panel.scatter(x, heads, s=16, color=COLOURS["blue"], alpha=0.5, linewidths=0)
         panel.plot(layers, heads.mean((0, 2)), color=COLOURS["orange"], label="mean of layer")
         panel.set(title=f"{arm}: attention distance, px", xlabel="layer", ylim=(0, None))
         panel.xaxis.set_major_locator(MaxNLocator(12, integer=True))

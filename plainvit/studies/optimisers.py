@@ -55,7 +55,8 @@ def best_rate(results: Results, kind: str) -> tuple[float, bool]:
     groups = [group for group in results.groups() if group.startswith(f"{kind}, ")]
     rates = [results.arms[arm].x for arm in results.group(groups[0])]
     means = {
-        lr: sum(results.mean(results.group(group)[at], "choice") for group in groups) for at, lr in enumerate(rates)
+        lr: sum(results.mean(results.group(group)[number], "choice") for group in groups)
+        for number, lr in enumerate(rates)
     }
     best = choose_best(means)
     return best, is_at_edge(best, rates)

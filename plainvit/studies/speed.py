@@ -62,16 +62,20 @@ def batch_size(budget: Budget, side: int) -> int:
 
 
 def measure(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
-    """Speed and largest batch of the config's model with random weights."""
+    """Images per second and largest training batch of the config's model with random weights.
+
+    On a GPU the speed is the better one of two batch sizes.
+    """
     assert config.model is not None
+    is_cpu = config.device == "cpu"
     torch.manual_seed(config.seed)
     with torch.device(config.device):
         model = build(config.model)
-    sizes = {config.batch} if config.device == "cpu" else {config.batch, max(config.batch // 4, 1)}
-    rate = max(images_per_second(model, config, size) for size in sizes)
-    most = estimate_batch(config.model) if config.device == "cpu" else measure_batch(model, config)
-    torch.cuda.empty_cache()  # the process goes on, next to those of the other studies
-    return {"images_per_second": rate, "largest_batch": float(most)}
+    batch_sizes = {config.batch} if is_cpu else {config.batch, max(config.batch // 4, 1)}
+    speed = max(images_per_second(model, config, size) for size in batch_sizes)
+    largest_batch = estimate_batch(config.model) if is_cpu else measure_batch(model, config)
+    torch.cuda.empty_cache()  # the process continues, next to those of the other studies
+    return {"images_per_second": speed, "largest_batch": float(largest_batch)}
 
 
 def images_per_second(model: nn.Module, config: Config, size: int) -> float:
@@ -101,20 +105,21 @@ def estimate_batch(model: Model) -> int:
 
 def measure_batch(model: nn.Module, config: Config) -> int:
     """Extrapolates the memory of two small steps."""
-    few = max(config.batch // 16, 2)
-    low, high = (_peak(model, config, size) for size in (few, 3 * few))
+    small = max(config.batch // 16, 2)
+    peaks = {size: measure_peak_memory(model, config, size) for size in (small, 3 * small)}
     total = torch.cuda.get_device_properties(config.device).total_memory * USABLE_MEMORY
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return extrapolate_batch(few, low, 3 * few, high, total - 12 * count)  # gradients and AdamW's state
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return extrapolate_batch(peaks, total - 12 * parameters)  # gradients and AdamW's state
 
 
-def extrapolate_batch(few: int, low: float, more: int, high: float, room: float) -> int:
-    """How many images fit into `room` bytes if `few` need `low` bytes and `more` need `high`."""
-    each = (high - low) / (more - few)
-    return max(int((room - low) / each + few), 0)
+def extrapolate_batch(peaks: dict[int, float], memory: float) -> int:
+    """The largest batch that fits into `memory` bytes, on the line through two measured peaks, batch -> bytes."""
+    (small, small_bytes), (large, large_bytes) = sorted(peaks.items())
+    bytes_per_image = (large_bytes - small_bytes) / (large - small)
+    return max(int(small + (memory - small_bytes) / bytes_per_image), 0)
 
 
-def _peak(model: nn.Module, config: Config, size: int) -> float:
+def measure_peak_memory(model: nn.Module, config: Config, size: int) -> float:
     images = random_images(config, size)
     labels = torch.zeros(size, dtype=torch.long, device=config.device)
     torch.cuda.empty_cache()

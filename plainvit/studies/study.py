@@ -120,8 +120,8 @@ class Results:
 
     def best(self, family: str) -> str:
         """The best arm of a family, chosen by other runs and on other images than those that decide."""
-        places = dict(enumerate(self.families()[family], 1))
-        return places[int(choose_best({at: self.mean(name, "choice") for at, name in places.items()}))]
+        arms = dict(enumerate(self.families()[family], 1))
+        return arms[int(choose_best({number: self.mean(name, "choice") for number, name in arms.items()}))]
 
     # Criteria of a claim
 
@@ -139,13 +139,13 @@ class Results:
     def above(self, high: str, low: str, *, metric: str = "") -> Criterion:
         return self.contrast(f"{high} - {low}", {high: 1.0, low: -1.0}, metric=metric)
 
-    def not_worse(self, one: str, other: str, margin: float = MARGIN, *, metric: str = "") -> Criterion:
-        """`one` is above `other` - margin."""
-        return self.contrast(f"{one} - {other}", {one: 1.0, other: -1.0}, limit=-margin, metric=metric)
+    def not_worse(self, first: str, second: str, margin: float = MARGIN) -> Criterion:
+        """`first` is above `second` - margin."""
+        return self.contrast(f"{first} - {second}", {first: 1.0, second: -1.0}, limit=-margin)
 
-    def equal(self, one: str, other: str, margin: float = MARGIN) -> Criterion:
+    def equal(self, first: str, second: str, margin: float = MARGIN) -> Criterion:
         """The two differ by less than the margin."""
-        return within(f"{one} - {other}", self.estimate({one: 1.0, other: -1.0}), margin, self.unit())
+        return within(f"{first} - {second}", self.estimate({first: 1.0, second: -1.0}), margin, self.unit())
 
 
 def rate_arms(name: str, config: Config, rates: Sequence[float], /, **fields: Any) -> dict[str, Arm]:

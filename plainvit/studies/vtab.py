@@ -38,8 +38,9 @@ def base_config(init: str, setting: Setting, *, steps: int = 0, seed: int = 0, d
     if setting == "light":
         config = config.replace(image_size=0, steps=500, batch=64, optim=config.optim.replace(warmup=0.1))
     if steps:  # a shorter run has a shorter warm-up
-        share = config.optim.warmup / config.steps if config.optim.warmup >= 1 else config.optim.warmup
-        config = config.replace(steps=steps, optim=config.optim.replace(warmup=share))
+        warmup = config.optim.warmup
+        fraction = warmup / config.steps if warmup >= 1 else warmup
+        config = config.replace(steps=steps, optim=config.optim.replace(warmup=fraction))
     return config
 
 

@@ -27,9 +27,9 @@ log = logging.getLogger("plainvit")
 
 def can_use_graphs(config: "Config", world: "World") -> bool:
     """Whether steps run on one GPU, are so small that the host limits them, and need no value on the host."""
-    small = config.model is not None and is_small(config.model, config.batch)
-    wanted = config.graphs == "auto" and small and not config.recompute
-    return wanted and world.size == 1 and world.device.startswith("cuda") and config.optim.name in OPTIMIZERS
+    has_small_model = config.model is not None and is_small(config.model, config.batch)
+    is_allowed = config.graphs == "auto" and has_small_model and not config.recompute
+    return is_allowed and world.size == 1 and world.device.startswith("cuda") and config.optim.name in OPTIMIZERS
 
 
 class Graph:

@@ -1,4 +1,7 @@
-"""What may go wrong in a run: steps with NaN or Inf, which are skipped, divergence, too little memory, signals."""
+"""What may go wrong in a run: signals, too little memory, steps with NaN or Inf.
+
+loop.py tests loss and gradient for NaN and Inf, calls `skip_step` and raises DivergedError after too many.
+"""
 
 import contextlib
 import os

@@ -15,11 +15,6 @@ from plainvit.models import ResNet, ViT
 from plainvit.runtime.parallel import shard_like
 
 
-def convert_big_vision_decay(lr: float, wd: float) -> float:
-    """big_vision does not multiply its decay by the peak lr, PyTorch's AdamW does: 1e-4 at lr 1e-3 becomes 0.1."""
-    return wd / lr
-
-
 def is_matrix(name: str, parameter: Tensor) -> bool:
     """Whether a parameter decays, and Muon orthogonalises it: kernels, not biases, norms, tokens or positions."""
     return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] == "weight"

@@ -142,31 +142,30 @@ def hash_init(config: Config) -> str:
 
 def make_initial_model(config: Config, splits: Splits) -> ViT | ResNet:
     """New weights drawn from the seed, or those of init."""
-    wanted = config.model
-    assert wanted
+    assert config.model
     assert config.preprocess
-    model = build(wanted)
+    model = build(config.model)
     if config.init:
-        model.load_state_dict(load_init(config, wanted, splits).state_dict())
+        model.load_state_dict(load_init(config, config.model, splits).state_dict())
     else:
         model.initialise(torch.Generator().manual_seed(config.seed))
     if config.head_bias and config.head == "zero" and model.head is not None:
         nn.init.constant_(model.head.bias, config.head_bias)
-    model.about = About(preprocess=config.preprocess, class_names=splits.classes if wanted.classes else ())
+    model.about = About(preprocess=config.preprocess, class_names=splits.classes if config.model.classes else ())
     return model
 
 
-def load_init(config: Config, wanted: Model, splits: Splits) -> ViT | ResNet:
-    """init's model. Raises ValueError if it is another model than `wanted`."""
-    model = load(config.init, image_size=wanted.image_size)
+def load_init(config: Config, expected: Model, splits: Splits) -> ViT | ResNet:
+    """init's model. Raises ValueError if it is another model than `expected`."""
+    model = load(config.init, image_size=expected.image_size)
     if config.head != "keep":
-        model.replace_head(wanted.classes)
+        model.replace_head(expected.classes)
     elif model.about.class_names and model.about.class_names != splits.classes:
         words = describe_other_class(model.about.class_names, splits.classes, config.data)
         raise DataError(f"{config.init} {words}: use --head zero")
-    odd = {name: both for name, both in differences(model.config, wanted).items() if name not in FREE}
-    if odd:
-        words = ", ".join(f"it has {name} {has}, not {asked}" for name, (has, asked) in odd.items())
+    changed = {name: both for name, both in differences(model.config, expected).items() if name not in FREE}
+    if changed:
+        words = ", ".join(f"it has {name} {has}, not {asked}" for name, (has, asked) in changed.items())
         raise ValueError(f"{config.init} is not the model asked for: {words}; leave out --model, or give other weights")
     return model
 
