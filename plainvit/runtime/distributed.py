@@ -73,12 +73,12 @@ class World:
         dist.all_gather(gathered, padded)
         return torch.cat([part[: int(count)] for part, count in zip(gathered, counts, strict=True)])
 
-    def gather_strings(self, words: str) -> list[str]:
+    def gather_strings(self, text: str) -> list[str]:
         """Gathers one string from each process, in rank order."""
         if self.size == 1:
-            return [words]
+            return [text]
         gathered = [""] * self.size
-        dist.all_gather_object(gathered, words)
+        dist.all_gather_object(gathered, text)
         return gathered
 
     def run_on_all_ranks(self, make: Callable[[], T], same: Callable[[T], str] | None = None) -> T:

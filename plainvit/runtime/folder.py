@@ -220,8 +220,8 @@ def describe_changes(first: dict[str, Any], now: dict[str, Any]) -> str:
 def read_commit(package: Path) -> str | None:
     """Commit of the repository that has this package, with "+" for uncommitted changes; None if there is none."""
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, check=True)
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     try:

@@ -214,9 +214,9 @@ def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
 
 def find_rule_commit(study: Study) -> str | None:
     """The commit that wrote the rule, for one of the project's own studies in a checkout."""
-    words = ["git", "log", "-1", "--format=%h", f"-S{study.rule}", "--", CLAIMS.name]
+    command = ["git", "log", "-1", "--format=%h", f"-S{study.rule}", "--", CLAIMS.name]
     try:
-        output = subprocess.run(words, cwd=CLAIMS.parent, capture_output=True, text=True, check=True)
+        output = subprocess.run(command, cwd=CLAIMS.parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return output.stdout.strip() or None

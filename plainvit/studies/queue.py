@@ -92,8 +92,8 @@ class Queue:
         failed = [job for job in jobs if job.run in self.failed]
         if not failed:
             return None
-        words = f"{failed[0].label}: {self.failed[failed[0].run]}"
-        return FailedRunsError(f"{len(failed)} of {len(jobs)} runs failed; the first one: {words}")
+        reason = f"{failed[0].label}: {self.failed[failed[0].run]}"
+        return FailedRunsError(f"{len(failed)} of {len(jobs)} runs failed; the first one: {reason}")
 
     def start(self) -> None:
         """Start as many runs as there are free workers."""
@@ -139,7 +139,7 @@ class Queue:
     def fail(self, run: str, error: Exception) -> None:
         """Note the failure of a run, and of those that start from it."""
         reason = first_line(error)
-        self.display.tell(f"{self.missing[run].label}: {reason}")
+        self.display.print_line(f"{self.missing[run].label}: {reason}")
         failed = {run}
         for name, job in self.missing.items():  # in order: a run comes after the one that it starts from
             if job.parent in failed:

@@ -276,9 +276,9 @@ def _describe_runs(record: Mapping[str, Any], out: Path) -> str:
     if count := runs.get("count"):
         time = f"{count} runs, {readable(runs['seconds'])} in total"
     rule = f"rule of commit {record['rule_commit']}, " if record.get("rule_commit") else ""
-    words = [time, *devices, f"{rule}runs of commit {', '.join(_commits(record))}"]
+    details = [time, *devices, f"{rule}runs of commit {', '.join(_commits(record))}"]
     link = f"[verdict.json]({out.resolve().name}/{record['study']}/verdict.json)"
-    return f"`{record['command']}`: {'; '.join(words)}; {link}."
+    return f"`{record['command']}`: {'; '.join(details)}; {link}."
 
 
 def _heading(record: Mapping[str, Any]) -> str:
@@ -290,5 +290,5 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> st
     return "\n".join("| " + " | ".join(_cell(str(cell)) for cell in line) + " |" for line in lines)
 
 
-def _cell(words: str) -> str:
-    return words.replace("|", "\\|").replace("\n", " ")
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

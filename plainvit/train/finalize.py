@@ -76,8 +76,8 @@ def describe_choice(numbers: dict[str, Any]) -> Iterator[str]:
     if "final" in numbers:
         first = f"first {numbers['first']['top1']:.2%}"
         trained = f"{numbers['trained']['top1']:.2%}" if "trained" in numbers else "non-finite values"
-        words = f"held-out images: {first}, after {numbers['steps']} steps {trained}"
-        yield f"final model: the {numbers['final']} one ({words})"
+        accuracies = f"held-out images: {first}, after {numbers['steps']} steps {trained}"
+        yield f"final model: the {numbers['final']} one ({accuracies})"
 
 
 def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def skip_step(run: "Training", batch: "Batch", loss: float, norm: float, display
     capture(run, batch, loss, norm)
     step = run.progress.step + 1
     hint = f"run `plainvit replay {run.folder.path} --step {step}` to find the layer"
-    display.tell(f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g} ({hint})")
+    display.print_line(f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g} ({hint})")
 
 
 def capture(run: "Training", batch: "Batch", loss: float, norm: float) -> None:

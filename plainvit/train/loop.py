@@ -35,9 +35,9 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
         catch_signals() as run.signals,
     ):
         if progress.step:
-            display.tell(f"resumed from step {progress.step}")
+            display.print_line(f"resumed from step {progress.step}")
         if run.is_compiled:
-            display.tell("compiling the model in the first step, which may take minutes")
+            display.print_line("compiling the model in the first step, which may take minutes")
         prefetcher = Prefetcher(run, batches)
         while progress.step < run.steps and not is_out_of_patience(run):
             line, stop_signal = take_step(run, prefetcher, display)
@@ -75,7 +75,7 @@ def take_step(run: "Training", prefetcher: Prefetcher, display: Display) -> tupl
     if not run.progress.micro_batch:
         run.progress.micro_batch = choose_micro_batch(run, tensors)
         if run.progress.micro_batch < len(tensors[0]):
-            display.tell(f"micro-batch {run.progress.micro_batch}: what fits into the device's memory")
+            display.print_line(f"micro-batch {run.progress.micro_batch}: what fits into the device's memory")
     pending = launch(run, tensors)
     fill_seconds = prefetcher.fill()  # while the device computes
     waited += fill_seconds if pending.is_done() else 0.0  # the device has waited for the batch if it is done already
@@ -107,15 +107,15 @@ def validate(run: "Training", display: Display) -> None:
     except NonFiniteError as error:  # training continues, or diverges by its own guard
         progress.worse += 1
         run.record({"step": progress.step, "val": {"non_finite": error.images}})
-        display.tell(f"{title}  {error}")
+        display.print_line(f"{title}  {error}")
         return
     if validation_score(metrics) > progress.best:
         progress.best, progress.best_step, progress.worse = validation_score(metrics), progress.step, 0
     else:
         progress.worse += 1
     run.record({"step": progress.step, "val": metrics})
-    words = "  ".join(format_metric(name, value) for name, value in metrics.items())
-    display.tell(f"{title}  {words}{'' if progress.worse else '  best so far'}")
+    text = "  ".join(format_metric(name, value) for name, value in metrics.items())
+    display.print_line(f"{title}  {text}{'' if progress.worse else '  best so far'}")
 
 
 def validation_score(metrics: Mapping[str, float]) -> float:

@@ -22,7 +22,7 @@ from plainvit.errors import exit_code
 from plainvit.models import ResNet, ViT
 from plainvit.names import SIZES
 from plainvit.recipes import list_recipes, recipe
-from plainvit.runtime.display import readable, show_activity, tell
+from plainvit.runtime.display import readable, show_activity, print_line
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
 from plainvit.runtime.folder import Folder, describe_changes, environment, read_results
 from plainvit.train.finalize import finalize
@@ -128,8 +128,8 @@ def check_recipe(config: Config) -> None:
     tuned, given = recipe(config.recipe).data, config.data.partition(":")[0]  # digits:01234 is a part of digits
     known = (*SETS, "digits")
     if tuned in known and given != tuned and (given in known or tuned == "digits"):
-        words = f"recipe {config.recipe!r} is tuned for {tuned}, not for {config.data}"
-        raise ValueError(f"{words}: choose another from `plainvit recipes '*'`, or give --force")
+        problem = f"recipe {config.recipe!r} is tuned for {tuned}, not for {config.data}"
+        raise ValueError(f"{problem}: choose another from `plainvit recipes '*'`, or give --force")
 
 
 def default_name(config: Config) -> str:
@@ -163,7 +163,7 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
             lambda: build_training(config, splits, folder, quiet=is_quiet, world=world, force=options.force)
         )
     if not is_quiet:
-        tell(describe_plan(config, splits))
+        print_line(describe_plan(config, splits))
         for problem, fix in find_data_problems(config, splits):
             log.warning("%s: %s", problem, fix)
     if len(set(world.gather_strings(run.loader.mode))) > 1:  # each process chose by the memory that it has
@@ -226,9 +226,9 @@ def write_end(run: Training, error: BaseException, report: bool) -> None:
     was_stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt | Terminated)
     state = "interrupted" if was_stopped else "diverged" if isinstance(error, DivergedError) else "failed"
     usual = 130 if was_stopped else exit_code(error) if isinstance(error, ValueError | OSError) else 1
-    words, kind = str(error).partition("\n")[0], type(error).__name__
-    is_plain = words and isinstance(error, ValueError | OSError | Terminated)
-    reason = words if is_plain else f"{kind}: {words}".removesuffix(": ")
+    message, kind = str(error).partition("\n")[0], type(error).__name__
+    is_plain = message and isinstance(error, ValueError | OSError | Terminated)
+    reason = message if is_plain else f"{kind}: {message}".removesuffix(": ")
     code = getattr(error, "exit_code", usual)
     if isinstance(error, LostError):  # the main process may be the one that is gone
         run.folder.writes |= run.folder.read("status.json").get("state") == "running"

@@ -122,8 +122,8 @@ class Training:
             self.optimizers.load(select(tensors, "optimizer."), updates=progress.step - progress.skipped)
         except (KeyError, TypeError, ValueError) as error:
             path = self.checkpoints.folder / f"step-{state['step']:08d}"
-            words = f"the checkpoint {path} does not match this run: {error}; delete it, or give another --out"
-            raise ValueError(words) from error
+            message = f"the checkpoint {path} does not match this run: {error}; delete it, or give another --out"
+            raise ValueError(message) from error
         self.progress = progress
 
 

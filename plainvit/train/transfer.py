@@ -77,8 +77,8 @@ def check_classes(config: Config, splits: Splits) -> None:
     count, present = len(splits.classes), len(np.unique(splits.train.labels))
     if count < 2 or present < 2:
         name = splits.classes[int(splits.train.labels[0])]
-        words = f"has training images of one class ({name!r})" if count > 1 else f"has one class ({name!r})"
-        raise DataError(f"{config.data} {words}, but training needs two or more: one folder of images for each class")
+        problem = f"has training images of one class ({name!r})" if count > 1 else f"has one class ({name!r})"
+        raise DataError(f"{config.data} {problem}, but training needs two or more: one folder of images for each class")
 
 
 def choose_cpu_defaults(config: Config) -> Config:
@@ -161,12 +161,14 @@ def load_init(config: Config, expected: Model, splits: Splits) -> ViT | ResNet:
     if config.head != "keep":
         model.replace_head(expected.classes)
     elif model.about.class_names and model.about.class_names != splits.classes:
-        words = describe_other_class(model.about.class_names, splits.classes, config.data)
-        raise DataError(f"{config.init} {words}: use --head zero")
+        problem = describe_other_class(model.about.class_names, splits.classes, config.data)
+        raise DataError(f"{config.init} {problem}: use --head zero")
     changed = {name: both for name, both in differences(model.config, expected).items() if name not in FREE}
     if changed:
-        words = ", ".join(f"it has {name} {has}, not {asked}" for name, (has, asked) in changed.items())
-        raise ValueError(f"{config.init} is not the model asked for: {words}; leave out --model, or give other weights")
+        problem = ", ".join(f"it has {name} {has}, not {asked}" for name, (has, asked) in changed.items())
+        raise ValueError(
+            f"{config.init} is not the model asked for: {problem}; leave out --model, or give other weights"
+        )
     return model
 
 
@@ -183,8 +185,8 @@ def load_teacher(config: Config, classes: tuple[str, ...]) -> ViT | ResNet:
     if count != len(classes):
         raise DataError(f"--teacher {config.teacher} has {count} classes, but the data has {len(classes)}")
     if names and names != classes:
-        words = f"--teacher {config.teacher} {describe_other_class(names, classes, config.data)}"
+        problem = f"--teacher {config.teacher} {describe_other_class(names, classes, config.data)}"
         if set(names) == set(classes):
-            raise DataError(f"{words}: it has the same classes in another order")
-        log.warning("%s: the classes are matched by their order", words)  # such as n01440764 and tench
+            raise DataError(f"{problem}: it has the same classes in another order")
+        log.warning("%s: the classes are matched by their order", problem)  # such as n01440764 and tench
     return teacher.eval().requires_grad_(False)
