@@ -150,7 +150,7 @@ RATES: dict[Budget, tuple[float, ...]] = {"cpu": (1e-3, 4e-3), "gpu": (1e-3, 3e-
 
 
 def norm_arms(budget: Budget) -> dict[str, Arm]:
-    """Deep models and high rates, where post-norm is said to be hard to train; runs go on after skipped steps."""
+    """Deep models and high rates, where post-norm is said to be hard to train; runs continue after skipped steps."""
     config = by_adamw(budget).replace(steps=120 if budget == "cpu" else 600, max_skipped_steps=1000)
     model = vit(config).replace(depth=6 if budget == "cpu" else 12)
     arms: dict[str, Arm] = {}

@@ -110,7 +110,7 @@ def measure_untrained(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict
         assert job.measure
         try:
             ledger.add(execute(to_json(job.config), plan.folder / run, (job.measure,), is_trained=False))
-        except Exception as error:  # such as too little memory: the other studies go on
+        except Exception as error:  # such as too little memory: the other studies continue
             return error
     return try_verdict(plan, ledger, settings)
 

@@ -23,7 +23,7 @@ from plainvit.evaluate.classify import classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.probe import logistic, search_logistic
 from plainvit.evaluate.statistics import describe_accuracy
-from plainvit.runtime.display import Display, readable, show_activity, print_line
+from plainvit.runtime.display import Display, print_line, readable, show_activity
 from plainvit.runtime.folder import check_metrics
 from plainvit.runtime.parallel import release_gathered, shard_like
 from plainvit.train.finalize import FIRST, FIRST_RESULTS, copy_model, make_predictor, open_evaluation_set

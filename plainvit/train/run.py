@@ -22,7 +22,7 @@ from plainvit.errors import exit_code
 from plainvit.models import ResNet, ViT
 from plainvit.names import SIZES
 from plainvit.recipes import list_recipes, recipe
-from plainvit.runtime.display import readable, show_activity, print_line
+from plainvit.runtime.display import print_line, readable, show_activity
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
 from plainvit.runtime.folder import Folder, describe_changes, environment, read_results
 from plainvit.train.finalize import finalize

@@ -19,7 +19,7 @@ from plainvit.planning.devices import H200
 from plainvit.planning.plan import describe_step
 from plainvit.planning.step_time import EAGER, step_seconds
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.display import readable, print_line
+from plainvit.runtime.display import print_line, readable
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
 from plainvit.runtime.parallel import replicate, shard
