@@ -12,7 +12,7 @@ from plainvit.config import Config, Model, ViTConfig, differences
 from plainvit.models import build
 from plainvit.models.masked import check_maskable
 from plainvit.planning import cost
-from plainvit.studies import compute, data_size, optimisers, scaling, speed
+from plainvit.studies import compute, data_size, scaling, speed
 from plainvit.studies.bases import complete_model
 from plainvit.studies.plans import Plan, first_seed
 from plainvit.studies.registry import studies
@@ -73,30 +73,6 @@ def test_fine_tunings_differ_only_in_their_start_and_rate() -> None:
             assert set(differences(tuned[0], config)) <= {"optim.lr", "ema_window", "data"}, name
 
 
-def trained_configs(name: str, budget: Budget = "gpu") -> set[Config]:
-    return {arm.config for arm in ALL[name].arms(budget).values() if arm.is_trained}
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "count"),
-    [
-        ("positions", "position-places", 2),
-        ("data-size", "overfitting", 6),
-        ("data-size", "model-size", 4),
-        ("compute", "hybrids", 6),
-        ("compute", "saturation", 3),
-        ("depth-and-width", "predictor", 8),
-        ("patch-size", "predictor", 3),
-        ("regularisation", "stochastic-depth", 2),
-        ("learned-positions", "attention-distance", 1),
-        ("masked", "masked-steps", 2),
-        ("transfer", "resolution", 2),
-    ],
-)
-def test_studies_share_arms(one: str, other: str, count: int) -> None:
-    assert len(trained_configs(one) & trained_configs(other)) == count
-
-
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_kinds_are_matched_in_compute(budget: Budget) -> None:
     """Each size is about twice the one before, and the kinds cost the same at each size."""
@@ -138,12 +114,6 @@ def test_more_parameters_than_allowed_contradict() -> None:
     wide = arm.config.replace(model=arm.config.model.replace(mlp_dim=256))
     results.arms[first] = scaling.Arm(wide, x=arm.x, group=arm.group)  # pyright: ignore[reportIndexIssue]
     assert study.decide(results).outcome == "contradicted"
-
-
-def test_sgd_is_bits() -> None:
-    """0.03 for a batch of 256, momentum 0.9, weight decay 1e-4 (BiT)."""
-    sgd = optimisers.upstream("gpu")["SGD"][0.03].optim
-    assert (sgd.name, sgd.momentum, sgd.weight_decay) == ("sgd", 0.9, 1e-4)
 
 
 # Speed ----------------------------------------------------------------------------------------------------------------

@@ -228,26 +228,6 @@ def make_study(name: str, data: str = "digits") -> Study:
     return Study(name=name, number=90, claim="c", source="s", rule="r", arms=lambda _: arms, criteria=criteria)
 
 
-@pytest.mark.slow
-def test_a_failed_study_does_not_stop_the_others(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = make_study("absent", str(tmp_path / "nowhere")), make_study("there")
-    claims = {one.name: {"number": 90, "claim": "c", "source": "s", "rule": "r"} for one in made}
-    for module in ("claims", "report"):
-        monkeypatch.setattr(f"plainvit.studies.{module}.read_claims", lambda: claims)
-    monkeypatch.setattr("plainvit.studies.registry.studies", lambda: {one.name: one for one in made})
-    with pytest.raises(SystemExit) as caught:
-        main(["study", "all", "--out", str(tmp_path / "out"), "--seeds", "1", "--json"])
-    out, err = capsys.readouterr()
-    assert caught.value.code == 3
-    assert "1 of 2 studies failed, first absent: " in err
-    (said,) = json.loads(out)
-    assert (said["study"], said["outcome"], said["runs"]["count"]) == ("there", "inconclusive", 1)
-    assert said["command"] == "plainvit study there --budget cpu --seeds 1"
-    assert (tmp_path / "out.md").read_text().count("| 90 |") == 2  # with its verdict, and not run
-
-
 @without_gpu
 def test_a_smaller_budget_does_not_replace_a_larger_ones_verdict(tmp_path: Path) -> None:
     plant(tmp_path, "tiny", 90, budget="gpu")
