@@ -9,44 +9,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from plainvit.model_config import (
-    RESNET_NUMERICS,
-    STEM_NUMERICS,
-    VIT_NUMERICS,
-    About,
-    Checked,
-    Model,
-    Preprocess,
-    ResNetConfig,
-    ViTConfig,
-    nearest,
-    pair,
-    visible,
-)
-
-__all__ = [
-    "RESNET_NUMERICS",
-    "STEM_NUMERICS",
-    "VIT_NUMERICS",
-    "About",
-    "Augment",
-    "Checked",
-    "Config",
-    "DataSummary",
-    "Masked",
-    "Model",
-    "Optim",
-    "Preprocess",
-    "ResNetConfig",
-    "ViTConfig",
-    "count_steps",
-    "differences",
-    "from_json",
-    "nearest",
-    "pair",
-    "to_json",
-    "visible",
-]
+# "as": these names are also part of this module
+from plainvit.model_config import RESNET_NUMERICS as RESNET_NUMERICS
+from plainvit.model_config import STEM_NUMERICS as STEM_NUMERICS
+from plainvit.model_config import VIT_NUMERICS as VIT_NUMERICS
+from plainvit.model_config import About as About
+from plainvit.model_config import Checked as Checked
+from plainvit.model_config import Model as Model
+from plainvit.model_config import Preprocess as Preprocess
+from plainvit.model_config import ResNetConfig as ResNetConfig
+from plainvit.model_config import ViTConfig as ViTConfig
+from plainvit.model_config import nearest as nearest
+from plainvit.model_config import pair as pair
+from plainvit.model_config import visible as visible
 
 MIN_PIXELS = 8  # augment.resize below this is a factor of the image size
 

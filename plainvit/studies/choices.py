@@ -158,12 +158,8 @@ def norm_arms(budget: Budget) -> dict[str, Arm]:
         for name, warmup in ((norm, config.optim.warmup), (f"{norm}, {COLD}", 0.0)):
             one = config.replace(model=model.replace(norm=norm), optim=config.optim.replace(warmup=warmup))
             for lr in RATES[budget]:
-                arms[f"{name}, {lr:g}"] = Arm(_set_rate(one, lr), x=lr, group=name)
+                arms[f"{name}, {lr:g}"] = Arm(one.replace(optim=one.optim.replace(lr=lr)), x=lr, group=name)
     return arms
-
-
-def _set_rate(config: Config, lr: float) -> Config:
-    return config.replace(optim=config.optim.replace(lr=lr))
 
 
 def norm_criteria(results: Results) -> list[Criterion]:

@@ -126,15 +126,10 @@ def try_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict | Exc
 
 def check_verdict(study: Study, budget: Budget, folder: Path) -> None:
     """Fails if a verdict of a larger budget would be replaced."""
-    stored = read_verdict_file(folder)
+    stored = read_json(folder / "verdict.json")
     if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and is_current(stored):
         larger = stored["budget"]
         raise ValueError(f"{folder} has the verdict of {study.name} for --budget {larger}: choose another --out")
-
-
-def read_verdict_file(folder: Path) -> dict[str, Any]:
-    file = folder / "verdict.json"
-    return read_json(file) if file.is_file() else {}
 
 
 def _set_root(arm: Arm, data_root: str) -> Arm:
@@ -192,7 +187,7 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
 
 def store_verdict(record: Mapping[str, Any], folder: Path) -> None:
     """Writes verdict.json; a verdict under another rule or with other arms is kept in `history`."""
-    stored = read_verdict_file(folder)
+    stored = read_json(folder / "verdict.json")
     history = stored.pop("history", [])
     if stored and (stored["rule"], stored.get("definition")) != (record["rule"], record["definition"]):
         history = [stored, *history]

@@ -31,7 +31,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import mean_ranks, rank_correlation
 from plainvit.models import ViT
 from plainvit.studies.bases import base, vit
-from plainvit.studies.measures import load_model, trained_and_untrained
+from plainvit.studies.measures import load_model, untrained_config
 from plainvit.studies.study import Arm, Budget, Results, define
 from plainvit.studies.verdict import Criterion, above, contrast
 
@@ -251,7 +251,13 @@ def rollout_criteria(results: Results) -> list[Criterion]:
 
 
 def with_untrained(make: Callable[[Budget], Config]) -> Callable[[Budget], dict[str, Arm]]:
-    return lambda budget: trained_and_untrained(make(budget))
+    """Arms of runs, and of initial weights of other seeds."""
+
+    def arms(budget: Budget) -> dict[str, Arm]:
+        config = make(budget)
+        return {"trained": Arm(config), "untrained": Arm(untrained_config(config), is_trained=False)}
+
+    return arms
 
 
 STUDIES = (

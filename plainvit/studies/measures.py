@@ -16,7 +16,7 @@ from plainvit.evaluate.classify import Prepared, classify
 from plainvit.evaluate.features import extract
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
-from plainvit.studies.study import Arm, held_out
+from plainvit.studies.study import held_out
 from plainvit.weights import load
 
 SHOTS, DRAWS = 5, 10
@@ -80,11 +80,6 @@ def few_shot(config: Config, predictor: Predictor) -> float:
 
 
 # Untrained models -----------------------------------------------------------------------------------------------------
-
-
-def trained_and_untrained(config: Config) -> dict[str, Arm]:
-    """A run, and initial weights of other seeds."""
-    return {"trained": Arm(config), "untrained": Arm(untrained_config(config), is_trained=False)}
 
 
 def untrained_config(config: Config) -> Config:

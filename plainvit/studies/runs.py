@@ -72,7 +72,7 @@ def list_changes(config: Checked) -> dict[str, Any]:
 
 
 def is_done(path: Path) -> bool:
-    return (path / "status.json").is_file() and read_json(path / "status.json").get("state") == "done"
+    return read_json(path / "status.json").get("state") == "done"
 
 
 class Worker:

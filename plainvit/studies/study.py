@@ -76,7 +76,9 @@ class Study:
 
     def decide(self, results: "Results") -> Verdict:
         fewest = min(len(results.samples(arm)) for arm in results.values)
-        return decide(self.criteria(results), fewest, describe_edges(results))
+        edges = ", ".join(families_at_edge(results))
+        note = f"A better rate may lie outside the grid of {edges}" if edges else ""
+        return decide(self.criteria(results), fewest, note)
 
 
 def define(name: str, arms: Callable[[Budget], dict[str, Arm]], criteria: "Criteria", **fields: Any) -> Study:
@@ -166,8 +168,3 @@ def families_at_edge(results: Results) -> dict[str, str]:
         if len(rates) > 1 and is_at_edge(results.arms[best].config.optim.lr, rates):
             edges[family] = best
     return edges
-
-
-def describe_edges(results: Results) -> str:
-    edges = families_at_edge(results)
-    return f"A better rate may lie outside the grid of {', '.join(edges)}" if edges else ""

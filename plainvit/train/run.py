@@ -90,7 +90,9 @@ def fit(
     try:
         with raise_lost_peer(world):
             with show_activity(f"reading the list of images of {config.data}", quiet=quiet or not world.is_main):
-                config, splits = world.run_on_all_ranks(lambda: open_run(config, options), lambda both: identify(*both))
+                config, splits = world.run_on_all_ranks(
+                    lambda: open_run(config, options), lambda both: default_name(both[0]) + str(both[1].describe)
+                )
             if search:
                 check_search(config)
             path = Path(out) if out else Path("runs") / default_name(config)
@@ -115,10 +117,6 @@ def open_run(config: Config, options: Options) -> tuple[Config, Splits]:
     if options.bare:
         splits.test = None
     return resolve(config, splits), splits
-
-
-def identify(config: Config, splits: Splits) -> str:
-    return default_name(config) + str(splits.describe)
 
 
 def check_recipe(config: Config) -> None:
