@@ -85,8 +85,8 @@ def study(
             failed, decided = _run_studies(chosen, settings, workers)
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
-    found = report.read_verdicts(out)
-    verdicts = [found[one.name] for one in chosen if one.name in found and report.is_current(found[one.name])]
+    stored = report.read_verdicts(out)
+    verdicts = [stored[one.name] for one in chosen if one.name in stored and report.is_current(stored[one.name])]
     if verdicts or (json and not failed):
         print_result(verdicts, None if json else report.render_summary(verdicts, out))
     if failed:
@@ -145,14 +145,14 @@ def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers"
 
     failed: dict[str, Exception] = {}
     decided, shows = 0, len(chosen) > 1 and not settings.quiet  # for a single study the summary has it
-    for one, found in run_studies(chosen, settings, workers):
-        if isinstance(found, Exception):
-            failed[one.name] = found
-            words = visible(first_line(found))
+    for one, result in run_studies(chosen, settings, workers):
+        if isinstance(result, Exception):
+            failed[one.name] = result
+            text = visible(first_line(result))
         else:
             decided += 1
             write_report(settings.out)
-            words = found.outcome
-        if shows and not isinstance(found, NoDeviceError):  # the same for all
-            print(f"{one.name}: {words}", file=sys.stderr)
+            text = result.outcome
+        if shows and not isinstance(result, NoDeviceError):  # the same for all
+            print(f"{one.name}: {text}", file=sys.stderr)
     return failed, decided

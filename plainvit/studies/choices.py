@@ -3,7 +3,7 @@
     plainvit study positions --budget cpu          also position-places, regularisation, stochastic-depth, pooling,
                                                    axial, norm-place, activation
 
-In the grid of regularisation nothing else regularises: no mixing of images, no stochastic depth. On a GPU its runs
+In the grid of regularization nothing else regularizes: no mixing of images, no stochastic depth. On a GPU its runs
 are 60 epochs of a tenth of CIFAR-10, long enough to overfit. Axial attention (D.6): each block becomes one that
 attends along rows and one along columns, each with its own MLP.
 """
@@ -65,7 +65,7 @@ def long_run(budget: Budget) -> Config:
     return set_epochs(plain(budget).replace(train_fraction=0.1), 60)
 
 
-def regularise(budget: Budget, decay: float, dropout: float = 0.0, stochastic_depth: float = 0.0) -> Config:
+def regularize(budget: Budget, decay: float, dropout: float = 0.0, stochastic_depth: float = 0.0) -> Config:
     config = long_run(budget)
     model = vit(config).replace(dropout=dropout, stochastic_depth=stochastic_depth)
     return config.replace(model=model, optim=config.optim.replace(weight_decay=decay))
@@ -76,21 +76,21 @@ def grid_arms(budget: Budget) -> dict[str, Arm]:
     for dropout in DROPOUTS:
         for decay in DECAYS:
             name, group = f"decay {decay:g}, dropout {dropout:g}", f"dropout {dropout:g}"
-            family = "" if name == NONE else "regularised"
-            arms[name] = Arm(regularise(budget, decay, dropout), x=decay, group=group, family=family)
+            family = "" if name == NONE else "regularized"
+            arms[name] = Arm(regularize(budget, decay, dropout), x=decay, group=group, family=family)
     return arms
 
 
 def grid_criteria(results: Results) -> list[Criterion]:
-    return [results.above(results.best("regularised"), NONE)]
+    return [results.above(results.best("regularized"), NONE)]
 
 
 def depth_arms(budget: Budget) -> dict[str, Arm]:
     """The first two are cells of the grid."""
     return {
-        "neither": Arm(regularise(budget, RATE)),
-        "dropout": Arm(regularise(budget, RATE, dropout=RATE)),
-        "stochastic depth": Arm(regularise(budget, RATE, stochastic_depth=RATE)),
+        "neither": Arm(regularize(budget, RATE)),
+        "dropout": Arm(regularize(budget, RATE, dropout=RATE)),
+        "stochastic depth": Arm(regularize(budget, RATE, stochastic_depth=RATE)),
     }
 
 

@@ -2,7 +2,7 @@
 
     plainvit study data-size --budget cpu          also overfitting, model-size
 
-As in Figure 4, models learn from nested subsets with the same settings, no more regularisation on the smaller ones and
+As in Figure 4, models learn from nested subsets with the same settings, no more regularization on the smaller ones and
 early stopping. The ResNet is a BiT one of about the ViT's multiply-adds; its root divides the image by 4, where small
 images are often given a stem that does not, so if anything it is held back. On a GPU the subsets are of 1,000 to 40,000
 images of CIFAR-10. The crossover itself lies at 30 to 90 million images in the paper, so what is tested is that the

@@ -38,9 +38,9 @@ def _scale(results: Results) -> float:
     return 100.0 if results.metric in PERCENT else 1.0
 
 
-def draw_dots(axes: Axes, x: float, values: Sequence[float] | np.ndarray, colour: str) -> None:
+def draw_dots(axes: Axes, x: float, values: Sequence[float] | np.ndarray, color: str) -> None:
     """A dot for each run."""
-    axes.scatter(np.full(len(values), x), values, s=14, color=colour, alpha=0.5, linewidths=0)
+    axes.scatter(np.full(len(values), x), values, s=14, color=color, alpha=0.5, linewidths=0)
 
 
 def choose_shown(results: Results) -> dict[str, str]:
@@ -67,12 +67,12 @@ def _label_arms(axes: Axes, labels: Sequence[str]) -> None:
 def draw_curves(axes: Axes, results: Results) -> None:
     """A line through the means of each group of arms; arms without a group are on every line."""
     scale, common = _scale(results), results.group("")
-    for group, colour in zip(filter(None, results.groups()), SERIES * 3, strict=False):
+    for group, color in zip(filter(None, results.groups()), SERIES * 3, strict=False):
         arms = sorted(common + results.group(group), key=lambda arm: results.arms[arm].x)
         means = [scale * results.mean(arm) for arm in arms]
-        axes.plot([results.arms[arm].x for arm in arms], means, color=colour, label=group)
+        axes.plot([results.arms[arm].x for arm in arms], means, color=color, label=group)
         for arm in arms:
-            draw_dots(axes, results.arms[arm].x, scale * np.array(results.samples(arm)), colour)
+            draw_dots(axes, results.arms[arm].x, scale * np.array(results.samples(arm)), color)
     _set_ticks(axes, sorted({arm.x for arm in results.arms.values()}))
     axes.set_title(METRIC_TITLES.get(results.metric, results.metric))
     axes.legend()
@@ -86,8 +86,8 @@ def draw_paper(axes: Axes, shown: Mapping[str, Any]) -> None:
     if "bars" in shown:
         _label_arms(axes, list(shown["bars"]))
         return
-    for (name, points), colour in zip(shown["curves"].items(), SERIES, strict=False):
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name, markersize=4)
+    for (name, points), color in zip(shown["curves"].items(), SERIES, strict=False):
+        axes.plot(*zip(*points, strict=True), "o-", color=color, label=name, markersize=4)
     _set_ticks(axes, sorted({x for points in shown["curves"].values() for x, _ in points}))
     axes.set_xlabel(shown["xlabel"])
     axes.legend()

@@ -2,7 +2,7 @@
 
     plainvit study resnet-optimiser --budget cpu          also averaging
 
-Claim 17 (D.1, Table 7): each optimiser pre-trains at three rates, and every run is fine-tuned by SGD on each set, as in
+Claim 17 (D.1, Table 7): each optimizer pre-trains at three rates, and every run is fine-tuned by SGD on each set, as in
 the paper. Claim 27 (4.1, Table 2): the paper's decay of 0.9999 is that of 10,000 of its 20,000 steps, and so of half of
 the run here. As in TensorFlow the window grows with the run, and so comes to a ninth of it at most.
 """
@@ -21,7 +21,7 @@ NLL_MARGIN = 0.02
 
 
 def upstream(budget: Budget) -> dict[str, dict[float, Config]]:
-    """The pre-trainings by optimiser and rate."""
+    """The pre-trainings by optimizer and rate."""
     config = pretrain_config(budget) if budget == "cpu" else by_adamw(budget)
     config = config.replace(model=models(budget)["ResNet"][1])
     optims = {"Adam": config.optim, "SGD": bit(config)}

@@ -155,11 +155,11 @@ def draw(results: Results) -> Figure:
     figure, axes = new_figure(1, 2, (4.6, 3.2))
     titles = {"images_per_second": "forward pass, images/s", "largest_batch": "largest training batch"}
     for panel, (metric, title) in zip(axes[0], titles.items(), strict=True):
-        for group, colour in zip(results.groups(), SERIES, strict=False):
+        for group, color in zip(results.groups(), SERIES, strict=False):
             names = results.group(group)
             style = "-" if group in ALIKE else "--"
             values = [results.mean(name, metric) for name in names]
-            panel.plot([results.arms[name].x for name in names], values, style, marker="o", color=colour, label=group)
+            panel.plot([results.arms[name].x for name in names], values, style, marker="o", color=color, label=group)
         set_log_ticks(panel, sorted({arm.x for arm in results.arms.values()}))
         panel.set(title=title, xlabel="image side, pixels", yscale="log")
         panel.legend()

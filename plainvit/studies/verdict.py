@@ -193,8 +193,8 @@ def decide(criteria: Sequence[Criterion], fewest: int = FEWEST, note: str = "") 
 
 def slope_weights(positions: Sequence[float]) -> list[float]:
     """The weights of a least-squares slope: sum(weight * value) is the gain per unit of position."""
-    centred = np.asarray(positions, float) - np.mean(positions)
-    return (centred / (centred @ centred)).tolist()
+    centered = np.asarray(positions, float) - np.mean(positions)
+    return (centered / (centered @ centered)).tolist()
 
 
 def correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:

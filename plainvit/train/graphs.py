@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from plainvit.runtime.distributed import World
     from plainvit.train.optim import Optimizers
 
-WARM = 2  # calls before one is captured: they compile, and give the optimiser its state
+WARM = 2  # calls before one is captured: they compile, and give the optimizer its state
 OPTIMIZERS = ("adamw", "sgd", "muon")  # LAMB's bias correction is computed on the host
 log = logging.getLogger("plainvit")
 

@@ -130,7 +130,7 @@ def fit_head(run: "Training", features: Tensor, labels: Tensor) -> tuple[Tensor,
         has_pair = int(torch.bincount(labels).max()) > 1
         fitted = search_logistic(features, labels, classes, L2)[0] if has_pair else None
         fitted = fitted or logistic(features, labels, classes, L2[len(L2) // 2])
-        packed[:, :-1] = (fitted.weights / fitted.std.unsqueeze(1)).T  # undo the standardisation of the features
+        packed[:, :-1] = (fitted.weights / fitted.std.unsqueeze(1)).T  # undo the standardization of the features
         packed[:, -1] = fitted.bias - (fitted.mean / fitted.std) @ fitted.weights
     packed = run.world.sum(packed.to(run.world.device)).float()  # the others contribute zeros
     return packed[:, :-1], packed[:, -1]

@@ -135,8 +135,8 @@ def hash_init(config: Config) -> str:
     path = weights_path(config.init)
     if not path.exists():
         raise ValueError(f"--init {path}: there is no such file or folder")
-    found = ([*path.glob(f"*.{kind}")] for kind in ("safetensors", "bin", "pth"))  # in the order of `load`
-    files = sorted(next(filter(None, found), [])) if path.is_dir() else [path]
+    weights = ([*path.glob(f"*.{kind}")] for kind in ("safetensors", "bin", "pth"))  # in the order of `load`
+    files = sorted(next(filter(None, weights), [])) if path.is_dir() else [path]
     return hashlib.sha256("".join(file_hash(file) for file in files).encode()).hexdigest()[:16]
 
 
