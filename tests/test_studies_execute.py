@@ -15,7 +15,6 @@ from plainvit.config import Config
 from plainvit.data.decode import DataError
 from plainvit.models import ViT
 from plainvit.studies import execute, report, transfer
-from plainvit.studies.estimate import LAYER, START, estimate_run
 from plainvit.studies.execute import NoDeviceError, Settings, run_study
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time
@@ -83,15 +82,6 @@ def test_the_definition_covers_what_affects_the_runs() -> None:
 
 
 # Time ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_base_takes_its_measured_time() -> None:
-    arms = studies()["activation"].arms("gpu")
-    assert estimate_run(arms, "GELU") == pytest.approx(START + 1500 * 6 * LAYER)
-    tuned = studies()["averaging"].arms("gpu")
-    assert estimate_run(tuned, "averaged") == pytest.approx(START + 400 * 6 * LAYER)  # the same model, another head
-    large = estimate_run(studies()["transfer-published"].arms("gpu"), "cifar10, pre-trained")
-    assert large > START + 400 * 12 * LAYER, "limited by its multiply-adds"
 
 
 def test_shared_and_finished_runs_are_counted_once(tmp_path: Path) -> None:

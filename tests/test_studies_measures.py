@@ -13,7 +13,7 @@ from scipy.stats import spearmanr
 from sklearn.datasets import load_digits
 
 import plainvit
-from plainvit.config import Config, ResNetConfig, ViTConfig
+from plainvit.config import Config, ViTConfig
 from plainvit.data.generated import shapes
 from plainvit.data.sources import open_source
 from plainvit.data.splits import open_splits
@@ -103,15 +103,6 @@ def test_untrained_model_has_the_initial_weights_of_its_seed(tmp_path: Path) -> 
     start = make_initial_model(resolve(config, splits), splits).state_dict()
     assert set(start) - set(twin) == {"head.weight", "head.bias"}
     assert all(torch.equal(start[name], twin[name]) for name in twin)
-
-
-def test_a_run_is_measured_by_its_final_weights(tmp_path: Path) -> None:
-    model = small_vit()
-    found = measures.load_model(DIGITS, saved(model, tmp_path))
-    assert torch.equal(found.embedding.weight, model.embedding.weight)
-    plainvit.save(build(ResNetConfig(blocks=(1,))), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="attention"):
-        measures.load_model(DIGITS, tmp_path)
 
 
 def test_planted_positions_are_found(tmp_path: Path) -> None:

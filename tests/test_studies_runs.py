@@ -126,7 +126,7 @@ def test_runs_are_shared_and_their_numbers_suffice_on_another_machine(tmp_path: 
     first, ledger = tmp_path / "first", Ledger(tmp_path / "ledger.jsonl")
     arms = {"a": config(), "b": Arm(config(model=None, steps=3), parent="a")}
     plans = [make_plan("one", arms, first), make_plan("two", {"other name": config()}, first)]
-    workers = InProcess()
+    workers = InProcess(count=2)
     assert drain(plans, ledger, workers) == {"one": None, "two": None}
     assert len(workers.names) == 2
     before = plans[0].results(ledger).values
