@@ -44,6 +44,7 @@ from plainvit.train.loop import validation_score
 from plainvit.train.objectives import Classify
 from plainvit.train.replay import replay
 from plainvit.train.run import fit
+from plainvit.train.search import search_rates
 from plainvit.train.state import Progress, Training
 from plainvit.weights import save
 
@@ -145,14 +146,12 @@ def test_a_non_finite_gradient_changes_nothing_and_is_captured(
     assert tensor_hash(tensors) == seen[BAD][0]["model."]
 
 
-def test_non_finite_metrics_are_never_the_best_validation() -> None:
-    assert validation_score({"top1": 0.1, "nll": 2.0}) == 0.1
-    assert (
-        validation_score({"top1": 0.1, "nll": float("nan")})
-        == validation_score({"top1": 0.9, "nll": float("inf")})
-        == float("-inf")
-    )
-    assert validation_score({"loss": 0.5}) == -0.5
+@pytest.mark.parametrize("nll", [math.nan, math.inf, None])  # None: of a finished run, from results.json
+def test_non_finite_metrics_are_never_the_best(nll: float | None) -> None:
+    assert validation_score({"top1": 0.9, "nll": nll}) == -math.inf < validation_score({"loss": 0.5}) == -0.5
+    rates = {1e-3: {"top1": 0.1, "nll": 2.0}, 1e-2: {"top1": 0.9, "nll": nll}}
+    searched = search_rates(runs.config(optim=Optim(grid=tuple(rates))), lambda _, __, lr: rates[lr])
+    assert searched.optim.lr == 1e-3
 
 
 def test_a_run_with_skipped_steps_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

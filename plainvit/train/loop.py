@@ -118,14 +118,15 @@ def validate(run: "Training", display: Display) -> None:
     display.print_line(f"{title}  {text}{'' if progress.worse else '  best so far'}")
 
 
-def validation_score(metrics: Mapping[str, float]) -> float:
+def validation_score(metrics: Mapping[str, Any]) -> float:
     """Higher is better: top-1, or the negative loss for runs without labels.
 
-    -inf if the NLL is NaN or Inf, because top-1 is meaningless then.
+    -inf if the NLL is NaN or Inf (None in results.json), because top-1 is meaningless then.
     """
     if "top1" not in metrics:
         return -metrics["loss"]
-    return metrics["top1"] if math.isfinite(metrics.get("nll", 0.0)) else -math.inf
+    nll = metrics.get("nll", 0.0)
+    return metrics["top1"] if nll is not None and math.isfinite(nll) else -math.inf
 
 
 def is_out_of_patience(run: "Training") -> bool:
