@@ -86,7 +86,9 @@ def study(
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
     stored = report.read_verdicts(out)
-    verdicts = [stored[one.name] for one in chosen if one.name in stored and report.is_current(stored[one.name])]
+    verdicts = [
+        stored[study.name] for study in chosen if study.name in stored and report.is_current(stored[study.name])
+    ]
     if verdicts or (json and not failed):
         print_result(verdicts, None if json else report.render_summary(verdicts, out))
     if failed:
@@ -112,7 +114,7 @@ def _find_studies(names: tuple[str, ...]) -> "list[Study]":
     from plainvit.studies.registry import own_study, studies
 
     own = [own_study(name) for name in dict.fromkeys(names) if in_file(name)]
-    return [one for name, one in studies().items() if name in built_in or "all" in built_in] + own
+    return [study for name, study in studies().items() if name in built_in or "all" in built_in] + own
 
 
 def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
@@ -121,7 +123,9 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
     from plainvit.studies.plans import Plan, missing_time
 
     known = settings.open_ledger()
-    plans = [Plan(one, one.arms(settings.budget), settings.runs or one.runs, settings.out / "runs") for one in chosen]
+    plans = [
+        Plan(study, study.arms(settings.budget), settings.runs or study.runs, settings.out / "runs") for study in chosen
+    ]
     for plan in plans:
         while not plan.missing(known) and plan.extend(known):
             pass
@@ -145,14 +149,14 @@ def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers"
 
     failed: dict[str, Exception] = {}
     decided, shows = 0, len(chosen) > 1 and not settings.quiet  # for a single study the summary has it
-    for one, result in run_studies(chosen, settings, workers):
+    for study, result in run_studies(chosen, settings, workers):
         if isinstance(result, Exception):
-            failed[one.name] = result
+            failed[study.name] = result
             text = visible(first_line(result))
         else:
             decided += 1
             write_report(settings.out)
             text = result.outcome
         if shows and not isinstance(result, NoDeviceError):  # the same for all
-            print(f"{one.name}: {text}", file=sys.stderr)
+            print(f"{study.name}: {text}", file=sys.stderr)
     return failed, decided

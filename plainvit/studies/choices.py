@@ -156,9 +156,9 @@ def norm_arms(budget: Budget) -> dict[str, Arm]:
     arms: dict[str, Arm] = {}
     for norm in ("pre", "post"):
         for name, warmup in ((norm, config.optim.warmup), (f"{norm}, {COLD}", 0.0)):
-            one = config.replace(model=model.replace(norm=norm), optim=config.optim.replace(warmup=warmup))
+            changed = config.replace(model=model.replace(norm=norm), optim=config.optim.replace(warmup=warmup))
             for lr in RATES[budget]:
-                arms[f"{name}, {lr:g}"] = Arm(one.replace(optim=one.optim.replace(lr=lr)), x=lr, group=name)
+                arms[f"{name}, {lr:g}"] = Arm(changed.replace(optim=changed.optim.replace(lr=lr)), x=lr, group=name)
     return arms
 
 

@@ -63,9 +63,9 @@ def arms(budget: Budget, kinds: tuple[str, ...] = KINDS) -> dict[str, Arm]:
     arms: dict[str, Arm] = {}
     for kind in kinds:
         for size, model in zip(SIZES, models(budget)[kind], strict=True):
-            one = config.replace(model=model)
-            exaflops = cost.training_exaflops(complete_model(one), one.steps * one.batch)
-            arms[f"{kind} {size}"] = Arm(one, x=1000 * exaflops, group=kind)
+            sized = config.replace(model=model)
+            exaflops = cost.training_exaflops(complete_model(sized), sized.steps * sized.batch)
+            arms[f"{kind} {size}"] = Arm(sized, x=1000 * exaflops, group=kind)
     return arms
 
 

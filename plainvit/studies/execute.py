@@ -198,12 +198,12 @@ def store_verdict(record: Mapping[str, Any], folder: Path) -> None:
 def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
     """Number, time, commits and devices of the runs, which may be older than the verdict."""
     known = [ledger.runs[name] for name in dict.fromkeys(names) if name in ledger.runs]
-    trained = [one for one in known if one["is_trained"]]
+    trained = [run for run in known if run["is_trained"]]
     return {
         "count": len(trained),
-        "seconds": round(sum(one["seconds"] for one in known), 1),
-        "commits": sorted({one["commit"] for one in known if one["commit"]}),
-        "devices": sorted({one["device"] for one in known if one["device"]}),
+        "seconds": round(sum(run["seconds"] for run in known), 1),
+        "commits": sorted({run["commit"] for run in known if run["commit"]}),
+        "devices": sorted({run["device"] for run in known if run["device"]}),
     }
 
 

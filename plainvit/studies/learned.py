@@ -160,7 +160,7 @@ def summarize_distances(distances: np.ndarray) -> dict[str, float]:
         "late_over_early": float(means[-third:].mean() - means[:third].mean()),
         "rise": rank_correlation(list(range(len(means))), means.tolist()),
     }
-    return numbers | {f"head {layer} {head}": float(one) for (layer, head), one in np.ndenumerate(distances)}
+    return numbers | {f"head {layer} {head}": float(distance) for (layer, head), distance in np.ndenumerate(distances)}
 
 
 def attention_criteria(results: Results) -> list[Criterion]:

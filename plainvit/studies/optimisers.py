@@ -26,8 +26,8 @@ def upstream(budget: Budget) -> dict[str, dict[float, Config]]:
     config = config.replace(model=models(budget)["ResNet"][1])
     optims = {"Adam": config.optim, "SGD": bit(config)}
     return {
-        kind: {factor * one.lr: config.replace(optim=one.replace(lr=factor * one.lr)) for factor in FACTORS}
-        for kind, one in optims.items()
+        kind: {factor * optim.lr: config.replace(optim=optim.replace(lr=factor * optim.lr)) for factor in FACTORS}
+        for kind, optim in optims.items()
     }
 
 

@@ -161,7 +161,7 @@ def extend_rates(arms: Mapping[str, Arm], results: Results) -> dict[str, Arm]:
     """One more arm for each family whose best rate is at the edge of its grid, by the grid's own factor."""
     more: dict[str, Arm] = {}
     for family, name in families_at_edge(results).items():
-        rates = [arms[one].config.optim.lr for one in results.families()[family]]
+        rates = [arms[arm].config.optim.lr for arm in results.families()[family]]
         lr = arms[name].config.optim.lr
         lr = rates[-1] ** 2 / rates[-2] if lr == rates[-1] else rates[0] ** 2 / rates[1]
         best = arms[name]

@@ -59,8 +59,8 @@ def arms(budget: Budget) -> dict[str, Arm]:
     smallest = cost.macs(complete_model(config))
     made = {"small": Arm(config, x=1.0)}
     for name, (axis, changes) in scale_axes(vit(config)).items():
-        one = config.replace(model=vit(config).replace(**changes))
-        made[name] = Arm(one, x=cost.macs(complete_model(one)) / smallest, group=axis)
+        scaled = config.replace(model=vit(config).replace(**changes))
+        made[name] = Arm(scaled, x=cost.macs(complete_model(scaled)) / smallest, group=axis)
     return made
 
 

@@ -107,7 +107,7 @@ class Results:
 
     def group(self, name: str) -> list[str]:
         """The arms of a curve, sorted by x."""
-        return sorted((arm for arm, one in self.arms.items() if one.group == name), key=lambda arm: self.arms[arm].x)
+        return sorted((key for key, arm in self.arms.items() if arm.group == name), key=lambda key: self.arms[key].x)
 
     def groups(self) -> list[str]:
         return list(dict.fromkeys(arm.group for arm in self.arms.values()))
@@ -153,7 +153,7 @@ class Results:
 def rate_arms(name: str, config: Config, rates: Sequence[float], /, **fields: Any) -> dict[str, Arm]:
     """An arm for each learning rate, of one family unless `fields` say otherwise."""
     made = {lr: config.replace(optim=config.optim.replace(lr=lr, grid=())) for lr in rates}
-    return {rate_name(name, lr): Arm(one, **{"x": lr, "family": name, **fields}) for lr, one in made.items()}
+    return {rate_name(name, lr): Arm(changed, **{"x": lr, "family": name, **fields}) for lr, changed in made.items()}
 
 
 def rate_name(family: str, lr: float) -> str:
