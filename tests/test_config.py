@@ -98,7 +98,7 @@ BAD_RUNS: list[tuple[type[Checked], dict[str, Any], str]] = [
     (Optim, {"betas": (0.9, 1.0)}, "--optim.betas"),
     (Config, {"batch": 0}, "--batch"),
     (Config, {"hours": -1.0}, "--hours"),
-    (Config, {"head": "zeros"}, "'zero'"),
+    (Config, {"head": "zeros"}, "--head 'zeros' is unknown; nearest: zero"),
     (Config, {"seed": 2**63}, "seed"),
     (Config, {"workers": -2}, "--workers"),
     (Config, {"save_every": -1}, "--save-every"),
