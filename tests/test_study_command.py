@@ -256,7 +256,7 @@ def test_the_study_that_the_docs_show_runs(own_file: Path, capsys: Capture) -> N
     (said,) = json.loads(capsys.readouterr().out)
     assert (said["study"], said["outcome"], said["runs"]["count"]) == ("rate", "inconclusive", 2)
     assert said["command"] == f"plainvit study {own_file}:STUDY --budget cpu --seeds 1"
-    assert "[rate](#rate)" in report.report_path(out).read_text()
+    assert "[inconclusive](#rate)" in report.report_path(out).read_text()
 
 
 @pytest.mark.parametrize(("high", "outcome"), [(0.9, "supported"), (0.7, "contradicted")])
