@@ -88,23 +88,21 @@ def repeat_step(run: Training) -> dict[str, Any]:
     }
 
 
-def has_non_finite(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not tensor.isfinite().all()
-
-
 @contextlib.contextmanager
 def record_non_finite(model: nn.Module) -> Iterator[list[str]]:
     """Names of the modules whose output has NaN or Inf, in the order of the forward pass."""
     names: list[str] = []
 
     def check(name: str, output: object) -> None:
-        if name not in names and isinstance(output, Tensor) and has_non_finite(output):
+        if name in names or not isinstance(output, Tensor) or not output.is_floating_point():
+            return
+        if not output.isfinite().all():
             names.append(name)
 
-    leaves = {name: module for name, module in model.named_modules() if not any(module.children())}
     hooks = [
         module.register_forward_hook(lambda _, __, output, name=name: check(name, output))
-        for name, module in leaves.items()
+        for name, module in model.named_modules()
+        if not any(module.children())
     ]
     try:
         yield names
