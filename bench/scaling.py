@@ -2,7 +2,7 @@
 
     python -m bench.scaling [--models L/16,H/14,G/14] [--ranks 8,64,1024] [--batch 64] [--json FILE]
 
-recorded   a forward and backward pass of plainvit's sharded model (runtime/sharding.py) as rank 0 of a fake process
+recorded   a forward and backward pass of plainvit's sharded model (runtime/parallel.py) as rank 0 of a fake process
            group, on tensors without storage: all collectives, with the size after padding, and the size of a shard.
            DDP's C++ code needs storage, so its buckets come from the function that DDP calls.
 measured   rates of training steps on one H200 (plainvit/planning/step_time.py); G/14 is extrapolated from H/14.
@@ -36,7 +36,7 @@ from plainvit.planning.devices import H200
 from plainvit.planning.memory import Step, memory
 from plainvit.planning.step_time import step_seconds
 from plainvit.runtime.distributed import World
-from plainvit.runtime.sharding import shard
+from plainvit.runtime.parallel import shard
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes; DDP's defaults
 LATENCY = 50e-6  # seconds per collective; assumed

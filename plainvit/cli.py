@@ -13,6 +13,7 @@ from plainvit.commands import analyse, data, evaluate, models, paper, predict, p
 from plainvit.commands.flags import HELP, HELP_ALL, format_help, parse
 from plainvit.commands.parsing import Processes, escape_log_records, exit_with_error
 from plainvit.config import nearest
+from plainvit.errors import exit_code, first_line
 
 Command = Callable[..., object]
 
@@ -82,8 +83,6 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of the output has closed it, such as `head`
         sys.exit(0)
     except (ValueError, OSError) as error:
-        from plainvit.disk import exit_code
-
         if getattr(error, "raised_by_all", False) and os.environ.get("RANK", "0") != "0":
             sys.exit(exit_code(error))  # the main process prints it
         exit_with_error(_describe_error(error), exit_code(error))
@@ -102,7 +101,7 @@ def _describe_error(error: Exception) -> str:
     """One line; operating system errors without their number."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def _run_command(arguments: list[str]) -> None:

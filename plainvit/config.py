@@ -9,44 +9,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from plainvit.model_config import (
-    RESNET_NUMERICS,
-    STEM_NUMERICS,
-    VIT_NUMERICS,
-    About,
-    Checked,
-    Model,
-    Preprocess,
-    ResNetConfig,
-    ViTConfig,
-    nearest,
-    pair,
-    visible,
-)
-
-__all__ = [
-    "RESNET_NUMERICS",
-    "STEM_NUMERICS",
-    "VIT_NUMERICS",
-    "About",
-    "Augment",
-    "Checked",
-    "Config",
-    "DataSummary",
-    "Masked",
-    "Model",
-    "Optim",
-    "Preprocess",
-    "ResNetConfig",
-    "ViTConfig",
-    "count_steps",
-    "differences",
-    "from_json",
-    "nearest",
-    "pair",
-    "to_json",
-    "visible",
-]
+# "as": these names are also part of this module
+from plainvit.model_config import RESNET_NUMERICS as RESNET_NUMERICS
+from plainvit.model_config import STEM_NUMERICS as STEM_NUMERICS
+from plainvit.model_config import VIT_NUMERICS as VIT_NUMERICS
+from plainvit.model_config import About as About
+from plainvit.model_config import Checked as Checked
+from plainvit.model_config import Model as Model
+from plainvit.model_config import Preprocess as Preprocess
+from plainvit.model_config import ResNetConfig as ResNetConfig
+from plainvit.model_config import ViTConfig as ViTConfig
+from plainvit.model_config import nearest as nearest
+from plainvit.model_config import pair as pair
+from plainvit.model_config import visible as visible
 
 MIN_PIXELS = 8  # augment.resize below this is a factor of the image size
 
@@ -54,6 +29,8 @@ MIN_PIXELS = 8  # augment.resize below this is a factor of the image size
 @dataclass(frozen=True, kw_only=True)
 class Augment(Checked):
     """Random augmentation of training images; the defaults are the paper's pre-training."""
+
+    FLAGS: ClassVar[str] = "--augment."
 
     #: Random crop: inception (torchvision or TensorFlow), random after a resize (BiT), pad after zero-padding (CIFAR)
     crop: Literal["inception", "inception-tf", "random", "pad", "none"] = "inception"
@@ -83,14 +60,15 @@ class Augment(Checked):
         )
         if not 0 < self.area[0] <= self.area[1] <= 1 or not 0 < self.aspect[0] <= self.aspect[1]:
             raise ValueError(
-                f"area and aspect must be (minimum, maximum), area within (0, 1]; got {self.area}, {self.aspect}"
+                "--augment.area and --augment.aspect must be a minimum and a maximum, area within (0, 1]; "
+                f"got {self.area}, {self.aspect}"
             )
         if self.crop == "random" and not self.resize:
-            raise ValueError("augment.crop 'random' requires augment.resize, such as 1.17 (times the image size)")
+            raise ValueError("--augment.crop random requires --augment.resize, such as 1.17 (times the image size)")
         if self.resize and self.resize < 1:
-            raise ValueError(f"augment.resize must be a factor of at least 1, or a size in pixels; got {self.resize}")
+            raise ValueError(f"--augment.resize must be a factor of at least 1, or a size in pixels; got {self.resize}")
         if self.randaugment[1] > 30:
-            raise ValueError(f"the magnitude of randaugment must be at most 30, got {self.randaugment[1]}")
+            raise ValueError(f"--augment.randaugment: the magnitude must be at most 30, got {self.randaugment[1]}")
 
     def resized_side(self, side: int) -> int:
         """Pixels to which crop 'random' resizes an image, for a model with this image size."""
@@ -100,6 +78,8 @@ class Augment(Checked):
 @dataclass(frozen=True, kw_only=True)
 class Optim(Checked):
     """Optimizer and schedule; the defaults are the paper's pre-training."""
+
+    FLAGS: ClassVar[str] = "--optim."
 
     name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"  # Optimizer
     lr: float = 1e-3  # Peak learning rate
@@ -130,11 +110,12 @@ class Optim(Checked):
         )
         for lr in (self.lr, *self.grid):
             if not 0 < lr <= 1e6:
-                raise ValueError(f"lr must be above 0 and at most 1e6, got {lr}")
+                name = "lr" if lr == self.lr else "grid"
+                raise ValueError(f"--optim.{name} must be above 0 and at most 1e6, got {lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
-        if list(self.milestones) != sorted(self.milestones) or not all(0 < part < 1 for part in self.milestones):
-            raise ValueError(f"milestones must be increasing fractions between 0 and 1, got {self.milestones}")
+            raise ValueError(f"--optim.betas must be two numbers in [0, 1), got {self.betas}")
+        if list(self.milestones) != sorted(self.milestones) or not all(0 < end < 1 for end in self.milestones):
+            raise ValueError(f"--optim.milestones must be increasing fractions between 0 and 1, got {self.milestones}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +124,8 @@ class Masked(Checked):
 
     depth, width and heads describe MAE's decoder; the other objectives predict from each token with one linear layer.
     """
+
+    FLAGS: ClassVar[str] = "--masked."
 
     ratio: float = 0.5  # Fraction of the patches of each image to mask (MAE 0.75)
     #: What to predict: the patch's mean colour (512 classes), that of 4 x 4 cells, or all pixels by L2
@@ -155,16 +138,18 @@ class Masked(Checked):
     def __post_init__(self) -> None:
         self._check(positive=("depth", "width", "heads"))
         if not 0 < self.ratio < 1:
-            raise ValueError(f"masked.ratio must be above 0 and below 1, got {self.ratio:g}; the paper uses 0.5")
+            raise ValueError(f"--masked.ratio must be above 0 and below 1, got {self.ratio:g}; the paper uses 0.5")
         if self.normalise and self.target != "pixels":
-            raise ValueError(f"masked.normalise requires --masked.target pixels, got {self.target!r}")
+            raise ValueError(f"--masked.normalise requires --masked.target pixels, got {self.target!r}")
         if self.width % self.heads or self.width % 4:
-            raise ValueError(f"masked.width {self.width} must be divisible by 4 and by masked.heads {self.heads}")
+            raise ValueError(f"--masked.width {self.width} must be divisible by 4 and by --masked.heads {self.heads}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Checked):
     """One training run: a recipe returns it, the run folder stores it, and every field is a flag."""
+
+    FLAGS: ClassVar[str] = "--"
 
     recipe: str = ""  # Name of the recipe, or FILE.py:FUNCTION
     model: ViTConfig | ResNetConfig | None = None  # Model to train; None: the model of init
@@ -235,29 +220,41 @@ class Config(Checked):
             parts=("train_fraction",),
         )
         if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2^63, got {self.seed}")
+            raise ValueError(f"--seed must be below 2^63, got {self.seed}")
         if self.workers < -1:
-            raise ValueError(f"workers must be at least 0, or -1 to choose automatically; got {self.workers}")
+            raise ValueError(f"--workers must be at least 0, or -1 to choose automatically; got {self.workers}")
         if self.micro_batch and self.batch % self.micro_batch:
             near = max(n for n in range(1, self.micro_batch + 1) if self.batch % n == 0)
-            raise ValueError(f"batch {self.batch} is not divisible by micro_batch {self.micro_batch}; nearest: {near}")
+            raise ValueError(
+                f"--batch {self.batch} is not divisible by --micro-batch {self.micro_batch}; nearest: {near}"
+            )
         if self.ema and self.ema_window:
-            raise ValueError("ema and ema_window cannot be combined: remove one of them")
+            raise ValueError(
+                f"--ema {self.ema:g} and --ema-window {self.ema_window:g} cannot be combined "
+                "(a recipe may have set one): use --ema 0 or --ema-window 0"
+            )
         if self.objective != "classify":
             self._check_unlabelled()
         for name in self.track:
             if name not in ("tensorboard", "wandb"):
-                raise ValueError(f"track {name!r} is unknown; one of: tensorboard, wandb")
+                raise ValueError(f"--track {name!r} is unknown; one of: tensorboard, wandb")
 
     def _check_unlabelled(self) -> None:
         """Self-supervised objectives support neither labels nor averaged weights."""
-        augment = self.augment
-        unsupported = {"teacher": self.teacher, "class_weights": self.class_weights, "head": self.head == "keep"}
-        unsupported |= {f"augment.{name}": getattr(augment, name) for name in ("mixup", "cutmix", "smoothing")}
-        unsupported |= {"ema": self.ema, "ema_window": self.ema_window}
-        given = [name for name, value in unsupported.items() if value]
-        if given:
-            raise ValueError(f"{given[0]} is not supported with objective {self.objective!r}: remove it")
+        changes = {
+            "--teacher ''": self.teacher,
+            "--no-class-weights": self.class_weights,
+            "--head zero": self.head == "keep",
+            "--augment.mixup 0": self.augment.mixup,
+            "--augment.cutmix 0": self.augment.cutmix,
+            "--augment.smoothing 0": self.augment.smoothing,
+            "--ema 0": self.ema,
+            "--ema-window 0": self.ema_window,
+        }
+        needed = [flag for flag, is_set in changes.items() if is_set]
+        if needed:
+            problem = f"--objective {self.objective} does not support labels or averaged weights"
+            raise ValueError(f"{problem}: add {' '.join(needed)}")
 
     def decay(self, steps: int) -> float:
         """Decay of the averaged weights: ema, or computed from ema_window."""

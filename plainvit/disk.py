@@ -1,7 +1,6 @@
-"""Atomic file writes, size-limited JSON reads and exit codes. Imports nothing else of plainvit."""
+"""Atomic file writes and size-limited JSON reads. Imports nothing else of plainvit."""
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -46,16 +45,6 @@ class DiskError(OSError, ValueError):
     """A file that could not be written; the command ends with exit code 5."""
 
     exit_code = 5
-
-
-# A full, read-only or failing disk, or too many open files: resource errors (5), not usage errors (2)
-RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-
-
-def exit_code(error: Exception) -> int:
-    """Exit code of a command that ends with this error: its own `exit_code`, 5 for resources, otherwise 2."""
-    is_resource_error = isinstance(error, OSError) and error.errno in RESOURCES
-    return getattr(error, "exit_code", 5 if is_resource_error else 2)
 
 
 def make_folder(path: Path) -> None:

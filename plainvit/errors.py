@@ -1,4 +1,15 @@
-"""Errors that several packages raise and catch; each has the exit code of the command."""
+"""Exit codes of errors, and errors that several packages raise and catch."""
+
+import errno
+
+# A full, read-only or failing disk, or too many open files: resource errors (5), not usage errors (2)
+RESOURCES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def exit_code(error: Exception) -> int:
+    """Exit code of a command that ends with this error: its own `exit_code`, 5 for resources, otherwise 2."""
+    is_resource_error = isinstance(error, OSError) and error.errno in RESOURCES
+    return getattr(error, "exit_code", 5 if is_resource_error else 2)
 
 
 def first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 # What each library computes with the same weights; `create(numerics=...)` selects one
 VIT_NUMERICS: dict[str, dict[str, Any]] = {
@@ -77,28 +77,36 @@ BOUNDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 class Checked:
     """Base of every config: its fields are checked when it is created."""
 
+    FLAGS: ClassVar[str] = ""  # Start of the flags of its fields; "" for models, which are also created without flags
+
+    def _flag(self, name: str) -> str:
+        """How an error names a field: as its flag, if it has one."""
+        return f"{self.FLAGS}{name.replace('_', '-')}" if self.FLAGS else name
+
     def _check(self, **names: Iterable[str]) -> None:
         """Check the types of all fields, and the fields named for each of `BOUNDS`."""
         for name, hint in get_type_hints(type(self)).items():
             value = getattr(self, name)
             if get_origin(hint) is Literal and value not in get_args(hint):
-                raise ValueError(f"{name} {value!r} is unknown; {nearest(str(value), get_args(hint))}")
+                raise ValueError(f"{self._flag(name)} {value!r} is unknown; {nearest(str(value), get_args(hint))}")
             if hint is bool and not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
+                raise ValueError(f"{self._flag(name)} must be True or False, got {value!r}")
             if hint is float or (hint == float | None and value is not None):
                 valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
                 if not valid or (name.endswith("_eps") and value <= 0):
                     above = " above 0" if name.endswith("_eps") else ""
-                    raise ValueError(f"{name} must be a number{above}, got {value!r}")
+                    raise ValueError(f"{self._flag(name)} must be a number{above}, got {value!r}")
         for bound, fields in names.items():
             text, is_valid = BOUNDS[bound]
             for name in fields:
                 value = getattr(self, name)
-                if not all(is_valid(number) for number in (value if isinstance(value, tuple) else (value,))):
-                    raise ValueError(f"{name} must be {text}, got {value}")
+                for number in value if isinstance(value, tuple) else (value,):
+                    if not is_valid(number):
+                        whole = f" in {value}" if isinstance(value, tuple) else ""
+                        raise ValueError(f"{self._flag(name)} must be {text}, got {number}{whole}")
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # frozen: only __post_init__ may normalise a field
+        object.__setattr__(self, name, value)  # frozen: only __post_init__ may normalize a field
 
     def _set_pixels(self, channels: int) -> None:
         """Expand mean and std to one value per channel, and check them."""

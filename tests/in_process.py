@@ -3,26 +3,22 @@
 from concurrent.futures import Future
 from typing import Any
 
-from plainvit.config import Config, to_json
+from plainvit.config import to_json
 from plainvit.studies.runs import Task, execute
 
 
 class InProcess:
-    """One worker, with the interface of `plainvit.studies.runs.Workers`."""
+    """Workers with the interface of `plainvit.studies.runs.Workers`."""
 
-    count = 1
-
-    def __init__(self) -> None:
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
         self.running: dict[Future, tuple[Task, None]] = {}
         self.names: list[str] = []
         self.measured: list[tuple[Any, ...]] = []
 
     @property
     def free(self) -> tuple[None, ...]:
-        return () if self.running else (None,)
-
-    def choose(self, configs: list[Config]) -> int:  # noqa: ARG002
-        return 0
+        return (None,) * (self.count - len(self.running))
 
     def execute(self, task: Task) -> dict[str, Any]:
         return execute(to_json(task.config), task.folder, task.measures, task.is_trained)

@@ -1,4 +1,4 @@
-"""Compiled and exported models give the logits of the eager one, at every batch size."""
+"""Compiled models give the logits of the eager one, at every batch size."""
 
 from typing import Any
 
@@ -50,19 +50,3 @@ def test_compiled_by_inductor(make: Any) -> None:
     torch._dynamo.reset()
     model = make()
     check(model, torch.compile(model, fullgraph=True, backend="inductor", dynamic=True), 1e-4)
-
-
-@every_model
-def test_exports_with_any_batch_size(make: Any) -> None:
-    model = make()
-    batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(model, (inputs(model, 3),), dynamic_shapes=({0: batch},))
-    check(model, program.module(), 1e-5)
-
-
-def test_exports_with_uint8_images() -> None:
-    """Pixels in, logits out: normalisation is part of the graph."""
-    model = tiny.vit(torch.float32)
-    images = (inputs(model, 2) * 255).to(torch.uint8)
-    program = torch.export.export(model, (images,))
-    assert tiny.difference(program.module()(images), model(images)) < 1e-5

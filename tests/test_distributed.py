@@ -297,7 +297,7 @@ def test_only_a_lost_connection_becomes_a_lost_error(error: RuntimeError, lost: 
 def test_an_error_without_a_message_is_raised_in_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "gather_strings", lambda _, words: ["", words])
     with pytest.raises(DisagreementError, match="rank 1: TimeoutError"):
-        World(1, 2).agree(small_runs.fail(TimeoutError()))
+        World(1, 2).run_on_all_ranks(small_runs.fail(TimeoutError()))
 
 
 @pytest.mark.slow
@@ -338,21 +338,27 @@ def test_more_processes_than_gpus_fail_before_they_start(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize(
     ("device", "local", "processes", "expected"),
-    [("cuda", 1, 2, "cuda:1"), ("auto", 0, 2, "cuda:0"), ("cuda:1", 0, 1, "cuda:1"), ("cpu", 1, 2, "cpu")],
+    [
+        ("cuda", 1, 2, "cuda:1"),
+        ("auto", 0, 2, "cuda:0"),
+        ("cuda:1", 0, 1, "cuda:1"),
+        ("cpu", 1, 2, "cpu"),
+        ("cuda:1", 0, 2, None),
+        ("cuda:2", 0, 1, None),
+        ("cuda", 0, 3, None),
+    ],
 )
 def test_each_process_has_its_own_device(
-    monkeypatch: pytest.MonkeyPatch, device: str, local: int, processes: int, expected: str
+    monkeypatch: pytest.MonkeyPatch, device: str, local: int, processes: int, expected: str | None
 ) -> None:
+    """A shared or absent one is an error (None)."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device(device, local, processes) == expected
-
-
-@pytest.mark.parametrize(("device", "processes"), [("cuda:1", 2), ("cuda:0", 2), ("cuda:2", 1), ("cuda", 3)])
-def test_a_shared_or_absent_device_is_an_error(monkeypatch: pytest.MonkeyPatch, device: str, processes: int) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="GPU"):
-        choose_device(device, 0, processes)
+    if expected:
+        assert choose_device(device, local, processes) == expected
+    else:
+        with pytest.raises(ValueError, match="GPU"):
+            choose_device(device, local, processes)
 
 
 @pytest.mark.parametrize(

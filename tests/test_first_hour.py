@@ -179,7 +179,7 @@ def test_the_length_of_a_run_follows_its_pace(monkeypatch: pytest.MonkeyPatch) -
         world=SimpleNamespace(sum=lambda tensor: tensor, size=1, device="cpu"),
     )
     budget, told = TimeBudget(run), []
-    display: Any = SimpleNamespace(tell=told.append)
+    display: Any = SimpleNamespace(print_line=told.append)
     lengths = []
     for step, seconds in ((2, 60.0), (4, 64.0), (8, 68.0), (30, 134.0), (50, 154.0), (60, 154.5), (500, 200.0)):
         run.progress.step, clock[0] = step, seconds

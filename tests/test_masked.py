@@ -91,18 +91,18 @@ def test_masks_depend_on_seed_step_and_position_in_the_global_batch() -> None:
     for rank in range(2):
         part = objective()
         part.rank = rank
-        both.append(part.prepare(batch(images[rank * 4 : rank * 4 + 4]), 7))
-    for together, parts in zip(whole.prepare(batch(images), 7), zip(*both, strict=True), strict=True):
+        both.append(part.make_inputs(batch(images[rank * 4 : rank * 4 + 4]), 7))
+    for together, parts in zip(whole.make_inputs(batch(images), 7), zip(*both, strict=True), strict=True):
         assert torch.equal(together, torch.cat(parts))
-    first = whole.prepare(batch(images), 7)[1]
-    assert not torch.equal(first, whole.prepare(batch(images), 8)[1])
-    assert not torch.equal(first, objective(seed=1).prepare(batch(images), 7)[1])
+    first = whole.make_inputs(batch(images), 7)[1]
+    assert not torch.equal(first, whole.make_inputs(batch(images), 8)[1])
+    assert not torch.equal(first, objective(seed=1).make_inputs(batch(images), 7)[1])
 
 
 def test_masks_of_held_out_images_depend_on_the_image_alone() -> None:
     images, index = photos(6), np.array([5, 2, 9, 4, 1, 7])
-    order = objective(seed=3).prepare_held_out(images, index)[1]
-    again = objective(seed=4).prepare_held_out(images[[4, 1]], index[[4, 1]])[1]
+    order = objective(seed=3).make_held_out_inputs(images, index)[1]
+    again = objective(seed=4).make_held_out_inputs(images[[4, 1]], index[[4, 1]])[1]
     assert torch.equal(order[[4, 1]], again)
 
 
@@ -167,7 +167,7 @@ def answers_for_all(net: PredictPatches, images: Tensor, source: Tensor) -> Tens
 def test_paper_loss_counts_corrupted_patches_only(target: Any) -> None:
     net = objective("masked", Masked(target=target))
     images = photos(3) if target != "pixels" else tiny.images(3)
-    _, order, source = net.prepare(batch(images), 0)
+    _, order, source = net.make_inputs(batch(images), 0)
     loss, right = net(images, order, source)
     answers = answers_for_all(net, images, source).detach().numpy()
     hidden = order[:, : net.hidden].numpy()
@@ -206,7 +206,7 @@ def test_paper_loss_counts_corrupted_patches_only(target: Any) -> None:
 )
 def test_mae_encoder_equals_plain_vit_on_a_subset(settings: dict[str, Any]) -> None:
     net, images = objective("mae", PIXELS.replace(ratio=0.75), **settings), tiny.images(3)
-    order = net.prepare(batch(images), 0)[1]
+    order = net.make_inputs(batch(images), 0)[1]
     model, first = net.model, net.model.config.prefix
     whole = model.embed(images)
     rows = [
@@ -230,7 +230,7 @@ def find_visible(net: PredictPatches, images: Tensor, *masks: Tensor) -> Tensor:
 
 def test_predictions_depend_on_visible_pixels_only() -> None:
     net, images = objective("mae", PIXELS.replace(ratio=0.6)), tiny.images(4)
-    _, *masks = net.prepare(batch(images), 0)
+    _, *masks = net.make_inputs(batch(images), 0)
     hidden = torch.zeros(4, 15, dtype=torch.bool).scatter(1, masks[0][:, : net.hidden], True)
     assert torch.equal(find_visible(net, images, *masks), ~hidden)
 
@@ -240,7 +240,7 @@ def test_predictions_depend_on_visible_pixels_only() -> None:
 def test_every_trained_parameter_has_a_gradient(name: Any, settings: dict[str, Any]) -> None:
     """As DDP needs it."""
     net = objective(name, **settings)
-    loss, _ = net(*net.prepare(batch(photos(3)), 0))
+    loss, _ = net(*net.make_inputs(batch(photos(3)), 0))
     loss.backward()
     assert [name for name, p in net.named_parameters() if p.requires_grad and p.grad is None] == []
 
@@ -341,7 +341,7 @@ def test_decoder_is_initialised_as_published() -> None:
 @pytest.mark.parametrize("name", ["masked", "mae"])
 def test_compiled_predictions_are_equal(name: Any) -> None:
     net = objective(name, Masked(**SMALL) if name == "masked" else PIXELS).float()
-    tensors = net.prepare(batch(photos(4)), 0)
+    tensors = net.make_inputs(batch(photos(4)), 0)
     compiled = torch.compile(net, dynamic=False, fullgraph=True)
     assert compiled(*tensors)[0].item() == pytest.approx(net(*tensors)[0].item(), rel=1e-5)
 

@@ -78,13 +78,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Pa
     assert replay(out, step=10)["loss"] == pytest.approx(losses(out)[9], rel=1e-6)
 
 
-@quick
-def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
-    for size in (0, 4):
-        fit(config(steps=4, micro_batch=size), tmp_path / str(size), quiet=True)
-    assert losses(tmp_path / "0") == pytest.approx(losses(tmp_path / "4"), rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -170,12 +163,9 @@ def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
     ("flags", "part"),
     mostly_slow(
         [
-            ("--masked.ratio 0", "ratio must be above 0 and below 1, got 0"),
-            ("--masked.ratio 1", "ratio must be above 0 and below 1, got 1"),
             ("--model.patch 16 16", "hides 1 of 1 x 1 patches"),
             ("--masked.target colours16 --masked.no-normalise --model.patch 2 2", "divisible by 4"),
-            ("--augment.mixup 0.5", "augment.mixup is not supported"),
-            ("--objective mea", "objective"),
+            ("--augment.mixup 0.5", "add --augment.mixup 0"),
         ],
         2,
     ),
@@ -187,16 +177,3 @@ def test_invalid_settings_are_errors_that_leave_nothing(
     recipe = runs.recipe_file(tmp_path, config("mae", steps=2))
     assert part in error_of(capsys, "train", recipe, "--out", tmp_path / "run", *flags.split())
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_hide_what_one_does(tmp_path: Path) -> None:
-    """The same masks, and so the same losses, to rounding."""
-    import subprocess
-    import sys
-
-    made = runs.recipe_file(tmp_path, config("mae", steps=4, device="cpu"))
-    for count in ("1", "2"):
-        words = ["train", made, "--devices", count, "--out", str(tmp_path / count)]
-        subprocess.run([sys.executable, "-m", "plainvit", *words], check=True, capture_output=True, timeout=300)
-    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "2"), rel=1e-5)

@@ -73,7 +73,7 @@ def test_class_weights_are_torchs_up_to_scale() -> None:
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
     one = batch()
     objective = Classify(model.eval(), Config(class_weights=True, augment=PLAIN), counts)
-    loss, _ = objective(*objective.prepare(one, 0))
+    loss, _ = objective(*objective.make_inputs(one, 0))
     weights = 8 / (counts * 5.0)
     expected = F.cross_entropy(model(one.images), one.labels, weight=weights, reduction="sum") / 8
     torch.testing.assert_close(loss, expected)
@@ -84,7 +84,7 @@ def test_mixed_targets_reach_the_loss() -> None:
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
     one = batch()
     objective = Classify(model.eval(), Config(augment=PLAIN.replace(mixup=1.0), seed=3))
-    images, targets, labels = objective.prepare(one, step=7)
+    images, targets, labels = objective.make_inputs(one, step=7)
     share = targets[0].max().item()
     assert 0.5 < share < 1
     expected_images = share * one.images[0] / 255 + (1 - share) * one.images[1] / 255
@@ -103,7 +103,7 @@ def test_a_hard_teacher_is_deits() -> None:
     teacher.eval()
     objective = Classify(student.train(), Config(augment=PLAIN), teacher=teacher)
     one = batch()
-    loss, _ = objective(*objective.prepare(one, 0))
+    loss, _ = objective(*objective.make_inputs(one, 0))
     own, other = student(one.images)
     choice = teacher(one.images).argmax(-1)
     expected = (F.cross_entropy(own, one.labels) + F.cross_entropy(other, choice)) / 2
@@ -116,7 +116,7 @@ def test_two_heads_without_a_teacher_learn_as_inference_uses_them() -> None:
     model = small(distillation=True)
     fill_randomly(model)
     objective, one = Classify(model.train(), Config(augment=PLAIN)), batch()
-    loss, correct = objective(*objective.prepare(one, 0))
+    loss, correct = objective(*objective.make_inputs(one, 0))
     loss.backward()
     logits = model.eval()(one.images)
     torch.testing.assert_close(loss, F.cross_entropy(logits, one.labels))
@@ -130,7 +130,7 @@ def test_a_teacher_has_the_precision_of_the_run_and_images_of_its_own_size(preci
     seen: list[torch.dtype] = []
     teacher.blocks[0].mlp.fc1.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
     objective = Classify(small(), Config(augment=PLAIN, precision=precision), teacher=teacher)
-    predicted = objective.prepare(batch(), 0)[3]
+    predicted = objective.make_inputs(batch(), 0)[3]
     assert (seen, predicted.dtype, predicted.shape) == ([dtype], torch.float32, (8, 5))
 
 
@@ -147,7 +147,7 @@ def test_one_batch_is_learned_by_heart(name: str, loss: str) -> None:
     value = math.inf
     for step in range(steps):
         ours.set_rate(learning_rate(optim, step, steps))
-        result, correct = objective(*objective.prepare(one, step))
+        result, correct = objective(*objective.make_inputs(one, step))
         result.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         ours.step()

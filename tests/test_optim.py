@@ -19,7 +19,6 @@ from plainvit.train.optim import (
     Average,
     Muon,
     Optimizers,
-    convert_big_vision_decay,
     find_depth,
     freeze,
     is_matrix,
@@ -82,10 +81,6 @@ def test_a_share_of_the_run_is_that_many_steps() -> None:
     assert [learning_rate(shares, s, STEPS) for s in range(STEPS)] == [
         learning_rate(steps, s, STEPS) for s in range(STEPS)
     ]
-
-
-def test_big_visions_decay_is_converted() -> None:
-    assert convert_big_vision_decay(1e-3, 1e-4) == pytest.approx(0.1)  # its S/16 baseline against the paper's 0.1
 
 
 # optimisers -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from plainvit.config import Config
 from plainvit.data.decode import DataError
 from plainvit.models import ViT
 from plainvit.studies import execute, report, transfer
-from plainvit.studies.estimate import LAYER, START, estimate_run
 from plainvit.studies.execute import NoDeviceError, Settings, run_study
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time
@@ -33,7 +32,7 @@ def config(**changes: Any) -> Config:
 
 
 def make_study(arms: dict[str, Arm], name: str = "own", **fields: Any) -> Study:
-    given = {"claim": "c", "source": "s", "rule": "r", "parts": lambda _: [fact("f", 1.0, "1", True)]} | fields
+    given = {"claim": "c", "source": "s", "rule": "r", "criteria": lambda _: [fact("f", 1.0, "1", True)]} | fields
     return Study(name=name, arms=lambda _: dict(arms), **given)
 
 
@@ -62,11 +61,11 @@ def test_seeds_differ_between_arms_and_are_the_same_in_all_studies() -> None:
 @pytest.mark.parametrize(("row", "rate"), [((0.6, 0.7, 0.8), 27.0), ((0.8, 0.7, 0.6), 1 / 3), ((0.6, 0.8, 0.7), None)])
 def test_a_grid_is_extended_beyond_its_best_rate(row: tuple[float, ...], rate: float | None) -> None:
     arms = POOLING.arms("cpu")
-    found = plant(POOLING, along(POOLING, {"class token": (0.6, 0.8, 0.7), "average": row}))
-    more = extend_rates(arms, found)
+    results = plant(POOLING, along(POOLING, {"class token": (0.6, 0.8, 0.7), "average": row}))
+    more = extend_rates(arms, results)
     if rate is None:
         assert not more
-        assert not families_at_edge(found)
+        assert not families_at_edge(results)
         return
     ((name, arm),) = more.items()
     lowest = min(one.config.optim.lr for one in arms.values())
@@ -83,15 +82,6 @@ def test_the_definition_covers_what_affects_the_runs() -> None:
 
 
 # Time ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_base_takes_its_measured_time() -> None:
-    arms = studies()["activation"].arms("gpu")
-    assert estimate_run(arms, "GELU") == pytest.approx(START + 1500 * 6 * LAYER)
-    tuned = studies()["averaging"].arms("gpu")
-    assert estimate_run(tuned, "averaged") == pytest.approx(START + 400 * 6 * LAYER)  # the same model, another head
-    large = estimate_run(studies()["transfer-published"].arms("gpu"), "cifar10, pre-trained")
-    assert large > START + 400 * 12 * LAYER, "limited by its multiply-adds"
 
 
 def test_shared_and_finished_runs_are_counted_once(tmp_path: Path) -> None:
@@ -165,7 +155,7 @@ def test_verdicts_are_written_from_the_ledger_alone(tmp_path: Path) -> None:
 def test_an_error_in_a_rule_stops_only_its_study(tmp_path: Path) -> None:
     arms, ledger = {"a": Arm(config(), is_trained=False)}, Ledger(tmp_path / "ledger.jsonl")
     measure = lambda *_: {"top1": 0.5}  # noqa: E731
-    bad = make_study(arms, "bad", parts=lambda found: [found.above("a", "b")], measure=measure)
+    bad = make_study(arms, "bad", criteria=lambda results: [results.above("a", "b")], measure=measure)
     good = make_study(arms, "good", measure=measure)
     found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), Workers()))
     assert isinstance(found[bad], KeyError)

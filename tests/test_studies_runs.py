@@ -15,7 +15,7 @@ from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, order_plans
 from plainvit.studies.queue import FailedRunsError, Queue
 from plainvit.studies.registry import studies
-from plainvit.studies.runs import RESULTS_VERSION, Task, Workers, compile_key, list_changes, run_hash, run_name
+from plainvit.studies.runs import RESULTS_VERSION, Task, Workers, list_changes, run_hash, run_name
 from plainvit.studies.study import Arm, Study, held_out, rate_arms
 from plainvit.studies.transfer import redraw_positions
 from plainvit.studies.verdict import fact
@@ -28,8 +28,8 @@ def config(**changes: Any) -> Config:
 
 def make_plan(name: str, arms: Mapping[str, Config | Arm], folder: Path, **fields: Any) -> Plan:
     made = {arm: one if isinstance(one, Arm) else Arm(one) for arm, one in arms.items()}
-    parts = lambda _: [fact("f", 1.0, "1", True)]  # noqa: E731
-    study = Study(name=name, claim="c", source="s", rule="r", arms=lambda _: made, parts=parts, **fields)
+    criteria = lambda _: [fact("f", 1.0, "1", True)]  # noqa: E731
+    study = Study(name=name, claim="c", source="s", rule="r", arms=lambda _: made, criteria=criteria, **fields)
     return Plan(study, dict(made), 1, folder)
 
 
@@ -61,12 +61,6 @@ def test_parallel_runs_equal_single_runs(tmp_path: Path, compiled: str) -> None:
         assert "test" not in read_json(tmp_path / run_name(one) / "results.json")
         alone = fit(one, tmp_path / "alone" / run_name(one), quiet=True).numbers
         assert found[run_name(one)] == pytest.approx(alone["val"]["nll"], rel=1e-6)
-
-
-def test_runs_of_one_kind_share_compiled_code() -> None:
-    config = runs.config()
-    assert compile_key(config) == compile_key(config.replace(seed=3, init="a/1f", optim=config.optim.replace(lr=0.5)))
-    assert compile_key(config) != compile_key(config.replace(batch=2 * config.batch))
 
 
 def test_run_hash_depends_on_settings_that_affect_the_result() -> None:
@@ -132,15 +126,15 @@ def test_runs_are_shared_and_their_numbers_suffice_on_another_machine(tmp_path: 
     first, ledger = tmp_path / "first", Ledger(tmp_path / "ledger.jsonl")
     arms = {"a": config(), "b": Arm(config(model=None, steps=3), parent="a")}
     plans = [make_plan("one", arms, first), make_plan("two", {"other name": config()}, first)]
-    workers = InProcess()
+    workers = InProcess(count=2)
     assert drain(plans, ledger, workers) == {"one": None, "two": None}
     assert len(workers.names) == 2
     before = plans[0].results(ledger).values
     elsewhere = make_plan("one", arms, tmp_path / "second")
-    assert not elsewhere.wanted(Ledger(ledger.file))
+    assert not elsewhere.missing(Ledger(ledger.file))
     assert elsewhere.results(Ledger(ledger.file)).values == before
     more = make_plan("more", {"a": arms["a"], "c": Arm(config(model=None, steps=1), parent="a")}, tmp_path / "second")
-    assert [job.config.steps for job in more.wanted(ledger).values()] == [2, 1], (
+    assert [job.config.steps for job in more.missing(ledger).values()] == [2, 1], (
         "a start is made again where it is absent"
     )
 
@@ -193,17 +187,6 @@ def test_runs_of_an_extended_grid_come_before_those_of_other_studies(tmp_path: P
     drain(plans, Ledger(tmp_path / "ledger.jsonl"), workers)
     assert list(plans[0].arms) == list(rates)
     assert {job.run for job in plans[0].all_jobs()} <= set(workers.names[:6])
-
-
-def test_a_run_is_not_passed_over_for_ever(tmp_path: Path) -> None:
-    """A worker prefers runs like its last one, of which there are many."""
-    arms = {str(at): config(train_fraction=at / 100, steps=100 + at) for at in range(1, 40)}
-    plans = [make_plan("first", {"a": config(batch=8)}, tmp_path), make_plan("many", arms, tmp_path)]
-    workers = InProcess()
-    workers.execute = lambda task: record(task.folder.name, "held_out", 0.5)
-    workers.choose = lambda configs: len(configs) - 1  # never the first one if there is a choice
-    drain(plans, Ledger(tmp_path / "ledger.jsonl"), workers)
-    assert workers.names.index(plans[0].jobs["a"][0].run) <= 1 + workers.count
 
 
 def test_weights_that_cannot_be_edited_fail_their_study_only(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from plainvit.studies import verdict
-from plainvit.studies.verdict import Estimate, Part, above, contrast, fact, holm, judge, welch, within
+from plainvit.studies.verdict import Criterion, Estimate, above, contrast, decide, fact, holm, welch, within
 
 
 def draw_samples(*sizes: int) -> list[list[float]]:
@@ -89,7 +89,7 @@ def estimate(effect: float) -> Estimate:
     ],
 )
 def test_all_parts_must_hold(effects: tuple[float, ...], outcome: str) -> None:
-    assert judge([above("", estimate(effect)) for effect in effects]).outcome == outcome
+    assert decide([above("", estimate(effect)) for effect in effects]).outcome == outcome
 
 
 @pytest.mark.parametrize(
@@ -105,20 +105,20 @@ def test_all_parts_must_hold(effects: tuple[float, ...], outcome: str) -> None:
         (above("", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0])), "inconclusive"),
     ],
 )
-def test_a_part_decides_next_to_one_that_holds(part: Part, outcome: str) -> None:
-    assert judge([above("", estimate(1.0)), part]).outcome == outcome
+def test_a_part_decides_next_to_one_that_holds(part: Criterion, outcome: str) -> None:
+    assert decide([above("", estimate(1.0)), part]).outcome == outcome
 
 
 def test_fewer_than_three_runs_decide_nothing() -> None:
-    assert judge([above("", welch([0.0, 0.0], [1.0, 1.0]))], fewest=2).outcome == "inconclusive"
+    assert decide([above("", welch([0.0, 0.0], [1.0, 1.0]))], fewest=2).outcome == "inconclusive"
     one = welch([0.0], [1.0])
     assert math.isinf(one.interval[1])
     assert one.tail(0) == 1
 
 
 def test_a_part_is_stored_with_effect_interval_and_runs() -> None:
-    verdict = judge([above("b - a", welch([0.5, 0.6, 0.7], [0.8, 0.9, 1.0]), unit="points")])
-    (part,) = verdict.parts
+    verdict = decide([above("b - a", welch([0.5, 0.6, 0.7], [0.8, 0.9, 1.0]), unit="points")])
+    (part,) = verdict.criteria
     assert part["effect"] == pytest.approx(0.3)
     assert part["low"] < 0.3 < part["high"]
     assert (part["runs"], part["holds"]) == (6, "yes")
@@ -141,6 +141,6 @@ def test_bootstrap_over_arms_is_wrong_in_at_most_5_percent(arms: int, monkeypatc
         def difference(picks: np.ndarray, a=a, b=b, top1=top1) -> np.ndarray:
             return verdict.correlations(a[picks], top1[picks]) - verdict.correlations(b[picks], top1[picks])
 
-        outcomes.append(judge([verdict.bootstrap("", difference, arms, 0.0, 5 * arms)]).outcome)
+        outcomes.append(decide([verdict.bootstrap("", difference, arms, 0.0, 5 * arms)]).outcome)
     assert outcomes.count("supported") / 300 <= 0.05
     assert outcomes.count("contradicted") / 300 <= 0.05

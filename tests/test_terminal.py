@@ -85,7 +85,7 @@ def test_a_log_line_is_one_line(capsys: Capture, caplog: pytest.LogCaptureFixtur
 def test_a_progress_line_shows_names_as_they_are(capsys: Capture) -> None:
     with Display(f"features of {HOSTILE}", 1) as display:
         display.advance(1, HOSTILE)
-        display.tell(f"{MARKUP} {HOSTILE}")
+        display.print_line(f"{MARKUP} {HOSTILE}")
     text = capsys.readouterr().err
     assert not UNPRINTABLE.search(text)
     assert MARKUP in text

@@ -1,6 +1,7 @@
 """What a run does when something goes wrong: non-finite values, signals, a second process, the disk, the memory."""
 
 import errno
+import math
 import os
 import platform
 import shutil
@@ -39,10 +40,11 @@ from plainvit.runtime.folder import metrics
 from plainvit.train import loop
 from plainvit.train import run as run_module
 from plainvit.train.guards import DeviceMemoryError, DivergedError, choose_micro_batch
-from plainvit.train.loop import score
+from plainvit.train.loop import validation_score
 from plainvit.train.objectives import Classify
 from plainvit.train.replay import replay
 from plainvit.train.run import fit
+from plainvit.train.search import search_rates
 from plainvit.train.state import Progress, Training
 from plainvit.weights import save
 
@@ -144,10 +146,12 @@ def test_a_non_finite_gradient_changes_nothing_and_is_captured(
     assert tensor_hash(tensors) == seen[BAD][0]["model."]
 
 
-def test_non_finite_metrics_are_never_the_best_validation() -> None:
-    assert score({"top1": 0.1, "nll": 2.0}) == 0.1
-    assert score({"top1": 0.1, "nll": float("nan")}) == score({"top1": 0.9, "nll": float("inf")}) == float("-inf")
-    assert score({"loss": 0.5}) == -0.5
+@pytest.mark.parametrize("nll", [math.nan, math.inf, None])  # None: of a finished run, from results.json
+def test_non_finite_metrics_are_never_the_best(nll: float | None) -> None:
+    assert validation_score({"top1": 0.9, "nll": nll}) == -math.inf < validation_score({"loss": 0.5}) == -0.5
+    rates = {1e-3: {"top1": 0.1, "nll": 2.0}, 1e-2: {"top1": 0.9, "nll": nll}}
+    searched = search_rates(runs.config(optim=Optim(grid=tuple(rates))), lambda _, __, lr: rates[lr])
+    assert searched.optim.lr == 1e-3
 
 
 def test_a_run_with_skipped_steps_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +193,8 @@ def test_replay_finds_the_first_module_that_overflows(tmp_path: Path, capsys: Ca
     assert report["step"] == 3
     assert report["modules_not_finite"][0] == "blocks.0.mlp.fc1"
     assert "blocks.0.attention.qkv" not in report["modules_not_finite"]
-    assert "model.head.bias" in report["gradients_not_finite"]
+    assert report["gradients_not_finite"][-1] == "model.head.bias"
+    assert all(math.isfinite(norm) for norm in report["largest_gradients"].values())
     assert report["loss"] != report["loss"]
     assert len(report["images"]) == 16
     assert report["images"][0].startswith("digits-")

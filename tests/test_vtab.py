@@ -50,7 +50,7 @@ def test_the_papers_setting_and_a_shorter_warm_up_for_fewer_steps() -> None:
 @pytest.mark.parametrize("row", range(3))
 def test_table_9_averages_to_its_printed_means(row: int) -> None:
     *cells, mean = paper.table(9).rows[row][1]
-    found = study.means(dict(zip(vtab.TASKS, cells, strict=True)))
+    found = study.average_by_group(dict(zip(vtab.TASKS, cells, strict=True)))
     assert round(found["vtab"], 1) == mean
     assert [found[group]["tasks"] for group in ("natural", "specialized", "structured")] == [7, 4, 8]
     assert "mean_of_available" not in found

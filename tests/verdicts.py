@@ -1,6 +1,6 @@
 """Planted results of studies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -28,17 +28,5 @@ def plant(study: Study, means: Planted, spread: float = 0.001, runs: int = 0, bu
 
 def along(study: Study, curves: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
     """Arm by arm, the values of each group from its first place on the x axis to its last."""
-    found = Results(study.arms("cpu"), {})
-    return {arm: value for group, row in curves.items() for arm, value in zip(found.group(group), row, strict=True)}
-
-
-def rate_verdicts(p_for: Sequence[np.ndarray], p_against: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Rates of supported and contradicted over many studies [parts][studies], by the rule of `judge`."""
-    support, oppose = np.stack(p_for, 1), np.stack(p_against, 1)  # [studies, parts]
-    p = np.minimum(support, oppose)
-    order = p.argsort(1)
-    steps = np.take_along_axis(p, order, 1) * (p.shape[1] - np.arange(p.shape[1]))
-    adjusted = np.empty_like(p)
-    np.put_along_axis(adjusted, order, np.maximum.accumulate(steps, 1), 1)
-    signs = np.where(adjusted > 0.05, 0, np.where(support < oppose, 1, -1))
-    return float((signs > 0).all(1).mean()), float((signs < 0).any(1).mean())
+    results = Results(study.arms("cpu"), {})
+    return {arm: value for group, row in curves.items() for arm, value in zip(results.group(group), row, strict=True)}

@@ -83,7 +83,7 @@ def evaluate_model(
         return predictor, align(source, predictor.classes, predictor.class_names, data_root=data_root)
 
     try:
-        predictor, labels = world.agree(
+        predictor, labels = world.run_on_all_ranks(
             open_model_and_data, lambda both: both[1].fingerprint() + str(both[0].preprocess)
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from plainvit.commands.parsing import exit_with_error, print_result
 from plainvit.config import visible
+from plainvit.errors import first_line
 
 if TYPE_CHECKING:
     from plainvit.studies.execute import Settings
@@ -84,14 +85,16 @@ def study(
             failed, decided = _run_studies(chosen, settings, workers)
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
-    known = report.read_verdicts(out)
-    verdicts = [known[item.name] for item in chosen if item.name in known and report.is_current(known[item.name])]
+    stored = report.read_verdicts(out)
+    verdicts = [
+        stored[study.name] for study in chosen if study.name in stored and report.is_current(stored[study.name])
+    ]
     if verdicts or (json and not failed):
         print_result(verdicts, None if json else report.render_summary(verdicts, out))
     if failed:
         name, error = next(iter(failed.items()))
         prefix = f"{len(failed)} of {len(chosen)} studies failed, first " if len(chosen) > 1 else ""
-        exit_with_error(f"{prefix}{name}: {_first_line(error)}", getattr(error, "exit_code", 2))
+        exit_with_error(f"{prefix}{name}: {first_line(error)}", getattr(error, "exit_code", 2))
     if decided < len(chosen) and not json:
         progress = f"{decided} of {len(chosen)} studies finished within {minutes:g} minutes"
         print(f"{progress}; run the same command to resume", file=sys.stderr)
@@ -111,7 +114,7 @@ def _find_studies(names: tuple[str, ...]) -> "list[Study]":
     from plainvit.studies.registry import own_study, studies
 
     own = [own_study(name) for name in dict.fromkeys(names) if in_file(name)]
-    return [item for name, item in studies().items() if name in built_in or "all" in built_in] + own
+    return [study for name, study in studies().items() if name in built_in or "all" in built_in] + own
 
 
 def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
@@ -120,10 +123,11 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
     from plainvit.studies.plans import Plan, missing_time
 
     known = settings.open_ledger()
-    runs = settings.out / "runs"
-    plans = [Plan(item, item.arms(settings.budget), settings.runs or item.runs, runs) for item in chosen]
+    plans = [
+        Plan(study, study.arms(settings.budget), settings.runs or study.runs, settings.out / "runs") for study in chosen
+    ]
     for plan in plans:
-        while not plan.wanted(known) and plan.extend(known):
+        while not plan.missing(known) and plan.extend(known):
             pass
     groups = {plan.study.name: [plan] for plan in plans}
     if len(chosen) > 1:
@@ -145,18 +149,14 @@ def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers"
 
     failed: dict[str, Exception] = {}
     decided, shows = 0, len(chosen) > 1 and not settings.quiet  # for a single study the summary has it
-    for item, result in run_studies(chosen, settings, workers):
+    for study, result in run_studies(chosen, settings, workers):
         if isinstance(result, Exception):
-            failed[item.name] = result
-            message = visible(_first_line(result))
+            failed[study.name] = result
+            text = visible(first_line(result))
         else:
             decided += 1
             write_report(settings.out)
-            message = result.outcome
+            text = result.outcome
         if shows and not isinstance(result, NoDeviceError):  # the same for all
-            print(f"{item.name}: {message}", file=sys.stderr)
+            print(f"{study.name}: {text}", file=sys.stderr)
     return failed, decided
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -27,7 +27,7 @@ from torch import Tensor
 from plainvit.disk import DiskError, read_json, sync_folder, write_synced
 from plainvit.errors import first_line
 from plainvit.runtime.distributed import World
-from plainvit.runtime.sharding import full_tensor
+from plainvit.runtime.parallel import full_tensor
 
 log = logging.getLogger("plainvit")
 TENSORS, STATE = "tensors.safetensors", "state.json"

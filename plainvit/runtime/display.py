@@ -17,7 +17,7 @@ from plainvit.config import visible
 
 LINE_INTERVAL = 10.0  # seconds between plain lines
 ACTIVITY_DELAY = 1.0  # seconds before work of unknown length is mentioned
-BAR_WIDTH = 16  # characters, which leaves room for words in a terminal of 80
+BAR_WIDTH = 16  # characters, which leaves room for text in a terminal of 80
 
 
 class StandardError:
@@ -49,14 +49,14 @@ def open_console(quiet: bool) -> Console:
     return Console(file=file, quiet=quiet, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
-def tell(words: str, *, quiet: bool = False) -> None:
+def print_line(text: str, *, quiet: bool = False) -> None:
     """Prints one line."""
-    open_console(quiet).print(visible(words))
+    open_console(quiet).print(visible(text))
 
 
 @contextlib.contextmanager
 def show_activity(title: str, *, quiet: bool = False) -> Iterator[None]:
-    """Shows that work of unknown length goes on: a spinner in a terminal, elsewhere a line after a second."""
+    """Shows that work of unknown length is running: a spinner in a terminal, elsewhere a line after a second."""
     console = open_console(quiet)
     if console.is_terminal and not quiet:
         with console.status(visible(title)):
@@ -71,7 +71,7 @@ def show_activity(title: str, *, quiet: bool = False) -> Iterator[None]:
 
 
 class Display:
-    """Progress of one job; `tell` prints a permanent line above the bar."""
+    """Progress of one job; `print_line` prints a permanent line above the bar."""
 
     def __init__(self, title: str, total: int, done: int = 0, *, quiet: bool = False) -> None:
         self.console = open_console(quiet)
@@ -80,10 +80,10 @@ class Display:
         self._bar: Progress | None = None
         if self.console.is_terminal and not quiet:
             name = TextColumn("{task.description}", "bold", markup=False)
-            words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True), markup=False)
-            columns = (name, BarColumn(BAR_WIDTH), TaskProgressColumn(), TimeRemainingColumn(), words)
+            text = TextColumn("{task.fields[text]}", table_column=Column(ratio=1, no_wrap=True), markup=False)
+            columns = (name, BarColumn(BAR_WIDTH), TaskProgressColumn(), TimeRemainingColumn(), text)
             self._bar = Progress(*columns, console=self.console, expand=True)
-            self._task = self._bar.add_task(self.title, total=total, completed=done, words="")
+            self._task = self._bar.add_task(self.title, total=total, completed=done, text="")
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -94,16 +94,16 @@ class Display:
         if self._bar:
             self._bar.stop()
 
-    def advance(self, done: int, words: str) -> None:
+    def advance(self, done: int, text: str) -> None:
         self.done = done
         if self._bar:
-            self._bar.update(self._task, completed=done, total=self.total, words=visible(words))
+            self._bar.update(self._task, completed=done, total=self.total, text=visible(text))
         elif time.monotonic() - self._last > LINE_INTERVAL or done == self.total:
             self._last = time.monotonic()
-            self.tell(f"{self.title} {done}/{self.total}  {words}  {self.left()}")
+            self.print_line(f"{self.title} {done}/{self.total}  {text}  {self.left()}")
 
-    def tell(self, words: str) -> None:
-        self.console.print(visible(words))
+    def print_line(self, text: str) -> None:
+        self.console.print(visible(text))
 
     def left(self) -> str:
         """Estimated time left, such as "1m25s left"; empty before the first progress."""

@@ -4,6 +4,7 @@
     plainvit train vit-b16-i1k --devices 8
 
 torchrun starts and restarts the processes. Without it there is one process, and every collective is a no-op.
+parallel.py wraps the model in DDP or FSDP.
 """
 
 import contextlib
@@ -23,8 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from plainvit.device import choose_device
-from plainvit.disk import exit_code
-from plainvit.errors import first_line
+from plainvit.errors import exit_code, first_line
 
 log = logging.getLogger("plainvit")
 T = TypeVar("T")
@@ -73,15 +73,15 @@ class World:
         dist.all_gather(gathered, padded)
         return torch.cat([part[: int(count)] for part, count in zip(gathered, counts, strict=True)])
 
-    def gather_strings(self, words: str) -> list[str]:
+    def gather_strings(self, text: str) -> list[str]:
         """Gathers one string from each process, in rank order."""
         if self.size == 1:
-            return [words]
+            return [text]
         gathered = [""] * self.size
-        dist.all_gather_object(gathered, words)
+        dist.all_gather_object(gathered, text)
         return gathered
 
-    def agree(self, make: Callable[[], T], same: Callable[[T], str] | None = None) -> T:
+    def run_on_all_ranks(self, make: Callable[[], T], same: Callable[[T], str] | None = None) -> T:
         """Calls `make()` in every process. Raises in all of them if it fails in one or if `same(result)` differs."""
         result, error = None, ""
         try:

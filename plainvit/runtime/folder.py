@@ -134,7 +134,7 @@ def check_metrics(metrics: Any, name: str) -> None:
         raise ValueError(f"{name} is {shorten_repr(metrics)}, not an object: delete the file and repeat the command")
     most = {"images": 2**53, "top1": 1.0, "top5": 1.0, "majority_accuracy": 1.0, "nll": math.inf, "loss": math.inf}
     for key in [key for key in most if key in metrics]:
-        value, is_required = metrics[key], key in ("images", "top1")  # others are null where they are not finite
+        value, is_required = metrics[key], key in ("images", "top1")  # others are null where they are NaN or Inf
         is_number = type(value) in (int, float) and (key == "images") <= value <= most[key]
         if not is_number and (is_required or value is not None):
             limits = f"{name}.{key} is {shorten_repr(value)}, not a number up to {most[key]:g}"
@@ -220,8 +220,8 @@ def describe_changes(first: dict[str, Any], now: dict[str, Any]) -> str:
 def read_commit(package: Path) -> str | None:
     """Commit of the repository that has this package, with "+" for uncommitted changes; None if there is none."""
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, check=True)
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     try:

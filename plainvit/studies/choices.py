@@ -3,7 +3,7 @@
     plainvit study positions --budget cpu          also position-places, regularisation, stochastic-depth, pooling,
                                                    axial, norm-place, activation
 
-In the grid of regularisation nothing else regularises: no mixing of images, no stochastic depth. On a GPU its runs
+In the grid of regularization nothing else regularizes: no mixing of images, no stochastic depth. On a GPU its runs
 are 60 epochs of a tenth of CIFAR-10, long enough to overfit. Axial attention (D.6): each block becomes one that
 attends along rows and one along columns, each with its own MLP.
 """
@@ -15,7 +15,7 @@ from plainvit.planning import cost
 from plainvit.studies.bases import base, by_adamw, complete_model, plain, set_epochs, vit
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
-from plainvit.studies.verdict import Part, fact
+from plainvit.studies.verdict import Criterion, fact
 
 # 1 and 2: positions ---------------------------------------------------------------------------------------------------
 
@@ -29,10 +29,10 @@ def position_arms(budget: Budget) -> dict[str, Arm]:
     return {name: Arm(config.replace(model=vit(config).replace(posemb=kind))) for name, kind in KINDS.items()}
 
 
-def position_parts(found: Results) -> list[Part]:
+def position_criteria(results: Results) -> list[Criterion]:
     kinds = [name for name in KINDS if name != "none"]
-    needed = [found.above(kind, "none") for kind in kinds]
-    return needed + [found.equal(b, a) for a, b in combinations(kinds, 2)]
+    needed = [results.above(kind, "none") for kind in kinds]
+    return needed + [results.equal(b, a) for a, b in combinations(kinds, 2)]
 
 
 def place_arms(budget: Budget) -> dict[str, Arm]:
@@ -46,8 +46,10 @@ def place_arms(budget: Budget) -> dict[str, Arm]:
     }
 
 
-def place_parts(found: Results) -> list[Part]:
-    return [found.equal(f"{kind}, {place}", f"{kind}, stem") for kind in TABLES for place in PLACES if place != "stem"]
+def place_criteria(results: Results) -> list[Criterion]:
+    return [
+        results.equal(f"{kind}, {place}", f"{kind}, stem") for kind in TABLES for place in PLACES if place != "stem"
+    ]
 
 
 # 9 and 31: regularisation ---------------------------------------------------------------------------------------------
@@ -63,32 +65,32 @@ def long_run(budget: Budget) -> Config:
     return set_epochs(plain(budget).replace(train_fraction=0.1), 60)
 
 
-def regularise(budget: Budget, decay: float, dropout: float = 0.0, stochastic_depth: float = 0.0) -> Config:
+def regularize(budget: Budget, decay: float, dropout: float = 0.0, stochastic_depth: float = 0.0) -> Config:
     config = long_run(budget)
     model = vit(config).replace(dropout=dropout, stochastic_depth=stochastic_depth)
     return config.replace(model=model, optim=config.optim.replace(weight_decay=decay))
 
 
 def grid_arms(budget: Budget) -> dict[str, Arm]:
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     for dropout in DROPOUTS:
         for decay in DECAYS:
             name, group = f"decay {decay:g}, dropout {dropout:g}", f"dropout {dropout:g}"
-            family = "" if name == NONE else "regularised"
-            found[name] = Arm(regularise(budget, decay, dropout), x=decay, group=group, family=family)
-    return found
+            family = "" if name == NONE else "regularized"
+            arms[name] = Arm(regularize(budget, decay, dropout), x=decay, group=group, family=family)
+    return arms
 
 
-def grid_parts(found: Results) -> list[Part]:
-    return [found.above(found.best("regularised"), NONE)]
+def grid_criteria(results: Results) -> list[Criterion]:
+    return [results.above(results.best("regularized"), NONE)]
 
 
 def depth_arms(budget: Budget) -> dict[str, Arm]:
     """The first two are cells of the grid."""
     return {
-        "neither": Arm(regularise(budget, RATE)),
-        "dropout": Arm(regularise(budget, RATE, dropout=RATE)),
-        "stochastic depth": Arm(regularise(budget, RATE, stochastic_depth=RATE)),
+        "neither": Arm(regularize(budget, RATE)),
+        "dropout": Arm(regularize(budget, RATE, dropout=RATE)),
+        "stochastic depth": Arm(regularize(budget, RATE, stochastic_depth=RATE)),
     }
 
 
@@ -110,17 +112,17 @@ def pooling_arms(budget: Budget) -> dict[str, Arm]:
         TOKEN: vit(config).replace(pool="token", class_token=True),
         AVERAGE: vit(config).replace(pool="average", class_token=False, representation=0),
     }
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     for name, model in models.items():
-        found |= rate_arms(name, config.replace(model=model), pooling_rates(budget), group=name)
-    return found
+        arms |= rate_arms(name, config.replace(model=model), pooling_rates(budget), group=name)
+    return arms
 
 
-def pooling_parts(found: Results) -> list[Part]:
-    token, average = (found.best(family) for family in (TOKEN, AVERAGE))
-    ratio = found.arms[average].x / found.arms[token].x
+def pooling_criteria(results: Results) -> list[Criterion]:
+    token, average = (results.best(family) for family in (TOKEN, AVERAGE))
+    ratio = results.arms[average].x / results.arms[token].x
     rates = fact("best rate of average / best rate of token", ratio, "<= 1", ratio <= 1, against=False)
-    return [found.equal(average, token), rates]
+    return [results.equal(average, token), rates]
 
 
 # 18: axial attention --------------------------------------------------------------------------------------------------
@@ -135,10 +137,10 @@ def axial_arms(budget: Budget) -> dict[str, Arm]:
     }
 
 
-def axial_parts(found: Results) -> list[Part]:
-    macs = {name: cost.macs(complete_model(arm.config)) for name, arm in found.arms.items()}
+def axial_criteria(results: Results) -> list[Criterion]:
+    macs = {name: cost.macs(complete_model(arm.config)) for name, arm in results.arms.items()}
     times = macs["axial"] / macs["plain"]
-    return [found.above("axial", "plain"), fact("multiply-adds, axial / plain", times, "> 1", times > 1)]
+    return [results.above("axial", "plain"), fact("multiply-adds, axial / plain", times, "> 1", times > 1)]
 
 
 # 30: the place of the norm --------------------------------------------------------------------------------------------
@@ -148,31 +150,27 @@ RATES: dict[Budget, tuple[float, ...]] = {"cpu": (1e-3, 4e-3), "gpu": (1e-3, 3e-
 
 
 def norm_arms(budget: Budget) -> dict[str, Arm]:
-    """Deep models and high rates, where post-norm is said to be hard to train; runs go on after skipped steps."""
+    """Deep models and high rates, where post-norm is said to be hard to train; runs continue after skipped steps."""
     config = by_adamw(budget).replace(steps=120 if budget == "cpu" else 600, max_skipped_steps=1000)
     model = vit(config).replace(depth=6 if budget == "cpu" else 12)
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     for norm in ("pre", "post"):
         for name, warmup in ((norm, config.optim.warmup), (f"{norm}, {COLD}", 0.0)):
-            one = config.replace(model=model.replace(norm=norm), optim=config.optim.replace(warmup=warmup))
+            changed = config.replace(model=model.replace(norm=norm), optim=config.optim.replace(warmup=warmup))
             for lr in RATES[budget]:
-                found[f"{name}, {lr:g}"] = Arm(_set_rate(one, lr), x=lr, group=name)
-    return found
+                arms[f"{name}, {lr:g}"] = Arm(changed.replace(optim=changed.optim.replace(lr=lr)), x=lr, group=name)
+    return arms
 
 
-def _set_rate(config: Config, lr: float) -> Config:
-    return config.replace(optim=config.optim.replace(lr=lr))
-
-
-def norm_parts(found: Results) -> list[Part]:
+def norm_criteria(results: Results) -> list[Criterion]:
     """Averages over the rates."""
     signs = {"pre": -1, "post": 1, f"pre, {COLD}": 1, f"post, {COLD}": -1}
-    weights = {group: {arm: 1 / len(found.group(group)) for arm in found.group(group)} for group in signs}
+    weights = {group: {arm: 1 / len(results.group(group)) for arm in results.group(group)} for group in signs}
     cost_of_cold = {arm: signs[group] * weight for group in signs for arm, weight in weights[group].items()}
     cold = {arm: weight for arm, weight in cost_of_cold.items() if COLD in arm}
     return [
-        found.contrast(f"pre - post, {COLD}", cold),
-        found.contrast("cost of no warm-up, post - pre", cost_of_cold),
+        results.contrast(f"pre - post, {COLD}", cold),
+        results.contrast("cost of no warm-up, post - pre", cost_of_cold),
     ]
 
 
@@ -186,12 +184,12 @@ def activation_arms(budget: Budget) -> dict[str, Arm]:
 
 
 STUDIES = (
-    define("positions", position_arms, position_parts, runs=8),
-    define("position-places", place_arms, place_parts, xlabel=", ".join(PLACES), runs=8),
-    define("regularisation", grid_arms, grid_parts, measure=halves, xlabel="weight decay", runs=8),
-    define("stochastic-depth", depth_arms, lambda found: [found.not_worse("stochastic depth", "dropout")]),
-    define("pooling", pooling_arms, pooling_parts, measure=halves, xlabel="learning rate", runs=8),
-    define("axial", axial_arms, axial_parts, runs=8),
-    define("norm-place", norm_arms, norm_parts, xlabel="learning rate"),
-    define("activation", activation_arms, lambda found: [found.not_worse("GELU", "ReLU")], runs=8),
+    define("positions", position_arms, position_criteria, runs=8),
+    define("position-places", place_arms, place_criteria, xlabel=", ".join(PLACES), runs=8),
+    define("regularisation", grid_arms, grid_criteria, measure=halves, xlabel="weight decay", runs=8),
+    define("stochastic-depth", depth_arms, lambda results: [results.not_worse("stochastic depth", "dropout")]),
+    define("pooling", pooling_arms, pooling_criteria, measure=halves, xlabel="learning rate", runs=8),
+    define("axial", axial_arms, axial_criteria, runs=8),
+    define("norm-place", norm_arms, norm_criteria, xlabel="learning rate"),
+    define("activation", activation_arms, lambda results: [results.not_worse("GELU", "ReLU")], runs=8),
 )

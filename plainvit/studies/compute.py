@@ -17,7 +17,7 @@ from plainvit.config import STEM_NUMERICS, Model, ResNetConfig
 from plainvit.planning import cost
 from plainvit.studies.bases import base, by_adamw, complete_model, vit
 from plainvit.studies.study import Arm, Budget, Results, define
-from plainvit.studies.verdict import Part, slope_weights
+from plainvit.studies.verdict import Criterion, slope_weights
 
 KINDS = ("ViT", "ResNet", "hybrid")
 SIZES = ("small", "medium", "large")
@@ -60,60 +60,60 @@ def _stem(blocks: tuple[int, ...]) -> ResNetConfig:
 def arms(budget: Budget, kinds: tuple[str, ...] = KINDS) -> dict[str, Arm]:
     """x is the training compute in petaFLOPs."""
     config = by_adamw(budget).replace(steps=STEPS[budget])
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     for kind in kinds:
         for size, model in zip(SIZES, models(budget)[kind], strict=True):
-            one = config.replace(model=model)
-            exaflops = cost.training_exaflops(complete_model(one), one.steps * one.batch)
-            found[f"{kind} {size}"] = Arm(one, x=1000 * exaflops, group=kind)
-    return found
+            sized = config.replace(model=model)
+            exaflops = cost.training_exaflops(complete_model(sized), sized.steps * sized.batch)
+            arms[f"{kind} {size}"] = Arm(sized, x=1000 * exaflops, group=kind)
+    return arms
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def slopes(found: Results, signs: Mapping[str, float]) -> dict[str, float]:
+def slopes(results: Results, signs: Mapping[str, float]) -> dict[str, float]:
     """Weights of sign * (gain per doubling of x) of each group."""
     weights: dict[str, float] = {}
     for group, sign in signs.items():
-        names = found.group(group)
-        slope = slope_weights(np.log2([found.arms[name].x for name in names]).tolist())
+        names = results.group(group)
+        slope = slope_weights(np.log2([results.arms[name].x for name in names]).tolist())
         weights |= {name: sign * weight for name, weight in zip(names, slope, strict=True)}
     return weights
 
 
-def lead_over_vit(found: Results, arm: str) -> dict[str, float]:
+def lead_over_vit(results: Results, arm: str) -> dict[str, float]:
     """Weights of the arm less a ViT of the same compute, between two of the ViTs where need be."""
-    vits = found.group("ViT")
-    places = np.log2([found.arms[name].x for name in vits])
-    at = np.log2(found.arms[arm].x)
-    shares = [float(np.interp(at, places, row)) for row in np.eye(len(vits))]
-    return {arm: 1.0} | {name: -share for name, share in zip(vits, shares, strict=True) if share}
+    vits = results.group("ViT")
+    known = np.log2([results.arms[name].x for name in vits])
+    compute = np.log2(results.arms[arm].x)
+    weights = [float(np.interp(compute, known, row)) for row in np.eye(len(vits))]
+    return {arm: 1.0} | {name: -weight for name, weight in zip(vits, weights, strict=True) if weight}
 
 
-def compute_parts(found: Results) -> list[Part]:
-    weights = slopes(found, {"ViT": 1, "ResNet": -1})
-    return [found.contrast("gain per doubling of compute, ViT - ResNet", weights)]
+def compute_criteria(results: Results) -> list[Criterion]:
+    weights = slopes(results, {"ViT": 1, "ResNet": -1})
+    return [results.contrast("gain per doubling of compute, ViT - ResNet", weights)]
 
 
-def hybrid_parts(found: Results) -> list[Part]:
-    first, *_, last = found.group("hybrid")
-    small, large = lead_over_vit(found, first), lead_over_vit(found, last)
+def hybrid_criteria(results: Results) -> list[Criterion]:
+    first, *_, last = results.group("hybrid")
+    small, large = lead_over_vit(results, first), lead_over_vit(results, last)
     names = {*small, *large}
     fall = {name: small.get(name, 0.0) - large.get(name, 0.0) for name in sorted(names)}
     return [
-        found.contrast("smallest hybrid - ViT at equal compute", small),
-        found.contrast("lead of the smallest - lead of the largest", fall),
+        results.contrast("smallest hybrid - ViT at equal compute", small),
+        results.contrast("lead of the smallest - lead of the largest", fall),
     ]
 
 
-def saturation_parts(found: Results) -> list[Part]:
-    *_, before, last = found.group("ViT")
-    return [found.above(last, before)]
+def saturation_criteria(results: Results) -> list[Criterion]:
+    *_, before, last = results.group("ViT")
+    return [results.above(last, before)]
 
 
 STUDIES = (
-    define("compute", arms, compute_parts, xlabel=COMPUTE),
-    define("hybrids", partial(arms, kinds=("ViT", "hybrid")), hybrid_parts, xlabel=COMPUTE),
-    define("saturation", partial(arms, kinds=("ViT",)), saturation_parts, xlabel=COMPUTE),
+    define("compute", arms, compute_criteria, xlabel=COMPUTE),
+    define("hybrids", partial(arms, kinds=("ViT", "hybrid")), hybrid_criteria, xlabel=COMPUTE),
+    define("saturation", partial(arms, kinds=("ViT",)), saturation_criteria, xlabel=COMPUTE),
 )

@@ -2,7 +2,7 @@
 
     plainvit study data-size --budget cpu          also overfitting, model-size
 
-As in Figure 4, models learn from nested subsets with the same settings, no more regularisation on the smaller ones and
+As in Figure 4, models learn from nested subsets with the same settings, no more regularization on the smaller ones and
 early stopping. The ResNet is a BiT one of about the ViT's multiply-adds; its root divides the image by 4, where small
 images are often given a stem that does not, so if anything it is held back. On a GPU the subsets are of 1,000 to 40,000
 images of CIFAR-10. The crossover itself lies at 30 to 90 million images in the paper, so what is tested is that the
@@ -17,7 +17,7 @@ from plainvit.studies.bases import by_adamw, plain, pretrain_config, vit
 from plainvit.studies.compute import models, slopes
 from plainvit.studies.measures import overfitting
 from plainvit.studies.study import MARGIN, Arm, Budget, Results, define
-from plainvit.studies.verdict import Part
+from plainvit.studies.verdict import Criterion
 
 VIT, RESNET, LARGE = "ViT", "ResNet", "large ViT"
 FRACTIONS: dict[Budget, tuple[float, ...]] = {"cpu": (0.05, 0.1, 0.25, 1.0), "gpu": (0.025, 0.1, 0.3, 1.0)}
@@ -31,7 +31,7 @@ def subsets(budget: Budget) -> dict[int, Config]:
     else:
         config = plain(budget).replace(data=pretrain_config(budget).data, steps=200, evaluations=10, patience=3)
         whole = IMAGES["digits"] / 2 * (1 - config.holdout)  # half of the classes
-    return {round(share * whole): config.replace(train_fraction=share) for share in FRACTIONS[budget]}
+    return {round(part * whole): config.replace(train_fraction=part) for part in FRACTIONS[budget]}
 
 
 def models_by_kind(budget: Budget) -> dict[str, Model]:
@@ -51,34 +51,34 @@ def arms(budget: Budget, kinds: tuple[str, ...] = (VIT, RESNET), count: int = 4)
     }
 
 
-def parts(found: Results) -> list[Part]:
+def criteria(results: Results) -> list[Criterion]:
     return [
-        found.above(found.group(RESNET)[0], found.group(VIT)[0]),
-        found.contrast("gain per doubling of the images, ViT - ResNet", slopes(found, {VIT: 1, RESNET: -1})),
+        results.above(results.group(RESNET)[0], results.group(VIT)[0]),
+        results.contrast("gain per doubling of the images, ViT - ResNet", slopes(results, {VIT: 1, RESNET: -1})),
     ]
 
 
-def overfitting_parts(found: Results) -> list[Part]:
-    return [found.above(a, b) for a, b in zip(found.group(VIT), found.group(RESNET), strict=True)]
+def overfitting_criteria(results: Results) -> list[Criterion]:
+    return [results.above(a, b) for a, b in zip(results.group(VIT), results.group(RESNET), strict=True)]
 
 
-def size_parts(found: Results) -> list[Part]:
-    small, large = found.group(VIT)[0], found.group(LARGE)[0]
+def size_criteria(results: Results) -> list[Criterion]:
+    small, large = results.group(VIT)[0], results.group(LARGE)[0]
     return [
-        found.not_worse(small, large, MARGIN),
-        found.contrast("gain per doubling of the images, large - small", slopes(found, {LARGE: 1, VIT: -1})),
+        results.not_worse(small, large, MARGIN),
+        results.contrast("gain per doubling of the images, large - small", slopes(results, {LARGE: 1, VIT: -1})),
     ]
 
 
 STUDIES = (
-    define("data-size", arms, parts, xlabel="training images"),
+    define("data-size", arms, criteria, xlabel="training images"),
     define(
         "overfitting",
         partial(arms, count=3),
-        overfitting_parts,
+        overfitting_criteria,
         measure=overfitting,
         metric="overfitting",
         xlabel="training images",
     ),
-    define("model-size", partial(arms, kinds=(VIT, LARGE)), size_parts, xlabel="training images"),
+    define("model-size", partial(arms, kinds=(VIT, LARGE)), size_criteria, xlabel="training images"),
 )

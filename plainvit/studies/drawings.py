@@ -19,44 +19,44 @@ SERIES = [COLOURS[name] for name in ("blue", "orange", "green", "purple", "grey"
 
 
 @styled()
-def draw_study(study: Study, found: Results) -> Figure:
+def draw_study(study: Study, results: Results) -> Figure:
     """The study's own figure; otherwise its arms, next to the paper's numbers."""
     if study.draw:
-        return study.draw(found)
-    has_curves = any(found.groups()) and not study.bars
-    width = PANEL[0] if has_curves else max(PANEL[0], 0.75 * len(choose_shown(found)))
+        return study.draw(results)
+    has_curves = any(results.groups()) and not study.bars
+    width = PANEL[0] if has_curves else max(PANEL[0], 0.75 * len(choose_shown(results)))
     figure, axes = new_figure(1, 2 if study.paper_figure else 1, (width, PANEL[1]))
     draw = draw_curves if has_curves else draw_arms
-    draw(axes[0, 0], found)
+    draw(axes[0, 0], results)
     axes[0, 0].set_xlabel(study.xlabel)
     if study.paper_figure:
         draw_paper(axes[0, 1], study.paper_figure)
     return figure
 
 
-def _scale(found: Results) -> float:
-    return 100.0 if found.metric in PERCENT else 1.0
+def _scale(results: Results) -> float:
+    return 100.0 if results.metric in PERCENT else 1.0
 
 
-def draw_dots(axes: Axes, x: float, values: Sequence[float] | np.ndarray, colour: str) -> None:
+def draw_dots(axes: Axes, x: float, values: Sequence[float] | np.ndarray, color: str) -> None:
     """A dot for each run."""
-    axes.scatter(np.full(len(values), x), values, s=14, color=colour, alpha=0.5, linewidths=0)
+    axes.scatter(np.full(len(values), x), values, s=14, color=color, alpha=0.5, linewidths=0)
 
 
-def choose_shown(found: Results) -> dict[str, str]:
+def choose_shown(results: Results) -> dict[str, str]:
     """Labels of the arms that are shown: of those that differ in learning rate only the best."""
-    return {found.best(arm.family) if arm.family else name: arm.family or name for name, arm in found.arms.items()}
+    return {results.best(arm.family) if arm.family else name: arm.family or name for name, arm in results.arms.items()}
 
 
-def draw_arms(axes: Axes, found: Results) -> None:
+def draw_arms(axes: Axes, results: Results) -> None:
     """The mean and the runs of each arm."""
-    shown = choose_shown(found)
+    shown = choose_shown(results)
     for x, arm in enumerate(shown):
-        values = _scale(found) * np.array(found.samples(arm))
+        values = _scale(results) * np.array(results.samples(arm))
         axes.plot([x - 0.25, x + 0.25], [values.mean()] * 2, color=COLOURS["blue"], linewidth=2.4)
         draw_dots(axes, x, values, COLOURS["blue"])
     _label_arms(axes, list(shown.values()))
-    axes.set_title(METRIC_TITLES.get(found.metric, found.metric))
+    axes.set_title(METRIC_TITLES.get(results.metric, results.metric))
 
 
 def _label_arms(axes: Axes, labels: Sequence[str]) -> None:
@@ -64,17 +64,17 @@ def _label_arms(axes: Axes, labels: Sequence[str]) -> None:
     axes.set_xlim(-0.6, len(labels) - 0.4)
 
 
-def draw_curves(axes: Axes, found: Results) -> None:
+def draw_curves(axes: Axes, results: Results) -> None:
     """A line through the means of each group of arms; arms without a group are on every line."""
-    scale, common = _scale(found), found.group("")
-    for group, colour in zip(filter(None, found.groups()), SERIES * 3, strict=False):
-        arms = sorted(common + found.group(group), key=lambda arm: found.arms[arm].x)
-        means = [scale * found.mean(arm) for arm in arms]
-        axes.plot([found.arms[arm].x for arm in arms], means, color=colour, label=group)
+    scale, common = _scale(results), results.group("")
+    for group, color in zip(filter(None, results.groups()), SERIES * 3, strict=False):
+        arms = sorted(common + results.group(group), key=lambda arm: results.arms[arm].x)
+        means = [scale * results.mean(arm) for arm in arms]
+        axes.plot([results.arms[arm].x for arm in arms], means, color=color, label=group)
         for arm in arms:
-            draw_dots(axes, found.arms[arm].x, scale * np.array(found.samples(arm)), colour)
-    _set_ticks(axes, sorted({arm.x for arm in found.arms.values()}))
-    axes.set_title(METRIC_TITLES.get(found.metric, found.metric))
+            draw_dots(axes, results.arms[arm].x, scale * np.array(results.samples(arm)), color)
+    _set_ticks(axes, sorted({arm.x for arm in results.arms.values()}))
+    axes.set_title(METRIC_TITLES.get(results.metric, results.metric))
     axes.legend()
 
 
@@ -86,8 +86,8 @@ def draw_paper(axes: Axes, shown: Mapping[str, Any]) -> None:
     if "bars" in shown:
         _label_arms(axes, list(shown["bars"]))
         return
-    for (name, points), colour in zip(shown["curves"].items(), SERIES, strict=False):
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name, markersize=4)
+    for (name, points), color in zip(shown["curves"].items(), SERIES, strict=False):
+        axes.plot(*zip(*points, strict=True), "o-", color=color, label=name, markersize=4)
     _set_ticks(axes, sorted({x for points in shown["curves"].values() for x, _ in points}))
     axes.set_xlabel(shown["xlabel"])
     axes.legend()

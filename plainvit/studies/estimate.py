@@ -24,8 +24,8 @@ def estimate_run(arms: Mapping[str, Arm], name: str) -> float:
     if not arms[name].is_trained:
         steps = 0
     model = find_model(arms, name)
-    share = macs(model) * config.batch / count_base_macs()
-    return START + steps * max(STEP * share, LAYER * count_layers(model))
+    relative_macs = macs(model) * config.batch / count_base_macs()
+    return START + steps * max(STEP * relative_macs, LAYER * count_layers(model))
 
 
 @cache

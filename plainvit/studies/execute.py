@@ -74,8 +74,8 @@ def run_studies(
             yield study, error
     trained = [plan for plan in plans if any(arm.is_trained for arm in plan.arms.values())]
     for plan in plans:  # before the workers start, because measuring speed needs an idle machine
-        if plan not in trained and (found := measure_untrained(plan, ledger, settings)):
-            yield plan.study, found
+        if plan not in trained and (verdict := measure_untrained(plan, ledger, settings)):
+            yield plan.study, verdict
     queue = Queue(trained, ledger, workers, settings.deadline, can_train=can_train, quiet=settings.quiet)
     for plan, error in queue.run():
         yield plan.study, error or try_verdict(plan, ledger, settings)
@@ -83,10 +83,10 @@ def run_studies(
 
 def run_study(study: Study, settings: Settings, workers: Workers) -> Verdict:
     """Runs one study. Raises the reason if there is no verdict."""
-    for _, found in run_studies([study], settings, workers):
-        if isinstance(found, Exception):
-            raise found
-        return found
+    for _, verdict in run_studies([study], settings, workers):
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
     raise TimeoutError(f"{study.name}: the time was not enough; the same call resumes it")
 
 
@@ -95,7 +95,7 @@ def plan_study(study: Study, settings: Settings, ledger: Ledger, *, can_train: b
     check_verdict(study, settings.budget, settings.out / study.name)
     arms = {name: _set_root(arm, settings.data_root) for name, arm in study.arms(settings.budget).items()}
     plan = Plan(study, arms, settings.runs or study.runs, settings.out / "runs")
-    if plan.wanted(ledger):
+    if plan.missing(ledger):
         if not can_train:
             raise NoDeviceError(f"--budget {settings.budget} needs a CUDA GPU and none was found: use --budget cpu")
         _check_data(arms)
@@ -104,13 +104,13 @@ def plan_study(study: Study, settings: Settings, ledger: Ledger, *, can_train: b
 
 def measure_untrained(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict | Exception | None:
     """Measures a study without training in this process; returns None if the time was not enough."""
-    for run, job in plan.wanted(ledger).items():
+    for run, job in plan.missing(ledger).items():
         if time.monotonic() > settings.deadline:
             return None
         assert job.measure
         try:
             ledger.add(execute(to_json(job.config), plan.folder / run, (job.measure,), is_trained=False))
-        except Exception as error:  # such as too little memory: the other studies go on
+        except Exception as error:  # such as too little memory: the other studies continue
             return error
     return try_verdict(plan, ledger, settings)
 
@@ -126,15 +126,10 @@ def try_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict | Exc
 
 def check_verdict(study: Study, budget: Budget, folder: Path) -> None:
     """Fails if a verdict of a larger budget would be replaced."""
-    stored = read_verdict_file(folder)
+    stored = read_json(folder / "verdict.json")
     if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and is_current(stored):
         larger = stored["budget"]
         raise ValueError(f"{folder} has the verdict of {study.name} for --budget {larger}: choose another --out")
-
-
-def read_verdict_file(folder: Path) -> dict[str, Any]:
-    file = folder / "verdict.json"
-    return read_json(file) if file.is_file() else {}
 
 
 def _set_root(arm: Arm, data_root: str) -> Arm:
@@ -163,8 +158,8 @@ def _check_set(data: str, data_root: str) -> None:
 
 def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
     """Decides a study whose runs are all finished, and writes its folder."""
-    study, found = plan.study, plan.results(ledger)
-    verdict, runs = study.decide(found), summarize_runs([job.run for job in plan.all_jobs()], ledger)
+    study, results = plan.study, plan.results(ledger)
+    verdict, runs = study.decide(results), summarize_runs([job.run for job in plan.all_jobs()], ledger)
     command = f"plainvit study {study.spec or study.name} --budget {settings.budget}"
     command += f" --seeds {plan.count}" * (plan.count != study.runs) + " --data-root DIR" * bool(settings.data_root)
     machine = environment("cuda" if settings.budget != "cpu" and torch.cuda.is_available() else "cpu")
@@ -174,10 +169,10 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
         "budget": settings.budget,
         "outcome": verdict.outcome,
         "why": verdict.why,
-        "parts": verdict.parts,
+        "parts": verdict.criteria,
         "seeds": plan.count,
-        "values": found.values,
-        "data": sorted({arm.config.data for arm in found.arms.values() if arm.config.data}),
+        "values": results.values,
+        "data": sorted({arm.config.data for arm in results.arms.values() if arm.config.data}),
         "rule_commit": find_rule_commit(study),
         "definition": plan.definition,
         "seconds": runs["seconds"],
@@ -186,13 +181,13 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
         "environment": {name: machine[name] for name in ("plainvit", "commit", "python", "torch", "device")},
     }
     store_verdict(record, settings.out / study.name)
-    save(draw_study(study, found), settings.out / study.name / "figure.png")
+    save(draw_study(study, results), settings.out / study.name / "figure.png")
     return verdict
 
 
 def store_verdict(record: Mapping[str, Any], folder: Path) -> None:
     """Writes verdict.json; a verdict under another rule or with other arms is kept in `history`."""
-    stored = read_verdict_file(folder)
+    stored = read_json(folder / "verdict.json")
     history = stored.pop("history", [])
     if stored and (stored["rule"], stored.get("definition")) != (record["rule"], record["definition"]):
         history = [stored, *history]
@@ -203,20 +198,20 @@ def store_verdict(record: Mapping[str, Any], folder: Path) -> None:
 def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
     """Number, time, commits and devices of the runs, which may be older than the verdict."""
     known = [ledger.runs[name] for name in dict.fromkeys(names) if name in ledger.runs]
-    trained = [one for one in known if one["is_trained"]]
+    trained = [run for run in known if run["is_trained"]]
     return {
         "count": len(trained),
-        "seconds": round(sum(one["seconds"] for one in known), 1),
-        "commits": sorted({one["commit"] for one in known if one["commit"]}),
-        "devices": sorted({one["device"] for one in known if one["device"]}),
+        "seconds": round(sum(run["seconds"] for run in known), 1),
+        "commits": sorted({run["commit"] for run in known if run["commit"]}),
+        "devices": sorted({run["device"] for run in known if run["device"]}),
     }
 
 
 def find_rule_commit(study: Study) -> str | None:
     """The commit that wrote the rule, for one of the project's own studies in a checkout."""
-    words = ["git", "log", "-1", "--format=%h", f"-S{study.rule}", "--", CLAIMS.name]
+    command = ["git", "log", "-1", "--format=%h", f"-S{study.rule}", "--", CLAIMS.name]
     try:
-        found = subprocess.run(words, cwd=CLAIMS.parent, capture_output=True, text=True, check=True)
+        output = subprocess.run(command, cwd=CLAIMS.parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip() or None
+    return output.stdout.strip() or None

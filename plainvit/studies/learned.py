@@ -31,9 +31,9 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import mean_ranks, rank_correlation
 from plainvit.models import ViT
 from plainvit.studies.bases import base, vit
-from plainvit.studies.measures import load_model, trained_and_untrained
+from plainvit.studies.measures import load_model, untrained_config
 from plainvit.studies.study import Arm, Budget, Results, define
-from plainvit.studies.verdict import Part, above, contrast
+from plainvit.studies.verdict import Criterion, above, contrast
 
 IMAGES = 128  # as in the paper
 SHUFFLES = 199
@@ -63,8 +63,8 @@ def wide_patches(budget: Budget) -> Config:
 def measure_positions(config: Config, folder: Path) -> dict[str, float]:
     """Structure of position similarity."""
     similar = embeddings.similarity(load_model(config, folder))
-    found = embeddings.structure(similar)
-    return {"nearness": found.nearness, "contrast": found.contrast, "chance": chance_nearness(similar)}
+    structure = embeddings.structure(similar)
+    return {"nearness": structure.nearness, "contrast": structure.contrast, "chance": chance_nearness(similar)}
 
 
 def chance_nearness(similar: np.ndarray) -> float:
@@ -78,18 +78,18 @@ def chance_nearness(similar: np.ndarray) -> float:
     alike[other] = mean_ranks(similar.reshape(h * w, h * w)[other])
     random = np.random.default_rng(0)
     orders = [random.permutation(h * w) for _ in range(SHUFFLES)]
-    found = [np.corrcoef(near[other], alike[np.ix_(order, order)][other])[0, 1] for order in orders]
-    return float(np.quantile(found, 0.95))
+    values = [np.corrcoef(near[other], alike[np.ix_(order, order)][other])[0, 1] for order in orders]
+    return float(np.quantile(values, 0.95))
 
 
-def position_parts(found: Results) -> list[Part]:
-    trained = zip(found.samples("trained", "nearness"), found.samples("trained", "chance"), strict=True)
+def position_criteria(results: Results) -> list[Criterion]:
+    trained = zip(results.samples("trained", "nearness"), results.samples("trained", "chance"), strict=True)
     excess = contrast([(1.0, [near - chance for near, chance in trained])])
     return [
         above("nearness - 95 % quantile of permuted positions", excess),
-        found.above("trained", "untrained", metric="nearness"),
-        found.contrast("row and column - elsewhere, trained", {"trained": 1.0}, metric="contrast"),
-        found.contrast("row and column, trained - untrained", {"trained": 1.0, "untrained": -1.0}, metric="contrast"),
+        results.above("trained", "untrained", metric="nearness"),
+        results.contrast("row and column - elsewhere, trained", {"trained": 1.0}, metric="contrast"),
+        results.contrast("row and column, trained - untrained", {"trained": 1.0, "untrained": -1.0}, metric="contrast"),
     ]
 
 
@@ -99,25 +99,25 @@ def position_parts(found: Results) -> list[Part]:
 def measure_filters(config: Config, folder: Path) -> dict[str, float]:
     """Effective rank and low-frequency energy of the patch projection."""
     model = load_model(config, folder)
-    found = embeddings.filters(model, count=model.config.width)
-    smooth = low_frequency_share(found.tiles)
-    return {"rank": effective_rank(found.variance), "smooth": float(found.variance @ smooth)}
+    filters = embeddings.filters(model, count=model.config.width)
+    smooth = low_frequency_fraction(filters.tiles)
+    return {"rank": effective_rank(filters.variance), "smooth": float(filters.variance @ smooth)}
 
 
 def effective_rank(variance: np.ndarray) -> float:
     """The exponential of the entropy of the explained variances (Roy and Vetterli, 2007)."""
-    shares = variance[variance > 0] / variance.sum()
-    return float(np.exp(-(shares * np.log(shares)).sum()))
+    p = variance[variance > 0] / variance.sum()
+    return float(np.exp(-(p * np.log(p)).sum()))
 
 
-def low_frequency_share(tiles: np.ndarray) -> np.ndarray:
+def low_frequency_fraction(tiles: np.ndarray) -> np.ndarray:
     """[n]: fraction of each tile's energy in the lower half of the frequencies along both axes; a quarter for noise.
 
     By the orthonormal cosine transform, which has no artefacts at the borders of a tile.
     """
-    found = np.einsum("yi,nijc,xj->nyxc", _cosines(tiles.shape[1]), tiles, _cosines(tiles.shape[2])) ** 2
-    low = found[:, : math.ceil(tiles.shape[1] / 2), : math.ceil(tiles.shape[2] / 2)]
-    return low.sum((1, 2, 3)) / found.sum((1, 2, 3))
+    energy = np.einsum("yi,nijc,xj->nyxc", _cosines(tiles.shape[1]), tiles, _cosines(tiles.shape[2])) ** 2
+    low = energy[:, : math.ceil(tiles.shape[1] / 2), : math.ceil(tiles.shape[2] / 2)]
+    return low.sum((1, 2, 3)) / energy.sum((1, 2, 3))
 
 
 def _cosines(n: int) -> np.ndarray:
@@ -127,10 +127,10 @@ def _cosines(n: int) -> np.ndarray:
     return waves
 
 
-def filter_parts(found: Results) -> list[Part]:
+def filter_criteria(results: Results) -> list[Criterion]:
     return [
-        found.contrast("effective rank, untrained - trained", {"untrained": 1.0, "trained": -1.0}, metric="rank"),
-        found.contrast(
+        results.contrast("effective rank, untrained - trained", {"untrained": 1.0, "trained": -1.0}, metric="rank"),
+        results.contrast(
             "low-frequency energy, trained - untrained", {"trained": 1.0, "untrained": -1.0}, metric="smooth"
         ),
     ]
@@ -145,43 +145,45 @@ def measure_attention(config: Config, folder: Path) -> dict[str, float]:
     predictor = Predictor(model, precision="fp32")
     source = open_splits(config).val
     assert source is not None
-    places = np.unique(np.linspace(0, len(source) - 1, IMAGES).astype(int))
-    images = predictor.stack(source.image(int(place)) for place in places)
+    chosen = np.unique(np.linspace(0, len(source) - 1, IMAGES).astype(int))
+    images = predictor.stack(source.image(int(index)) for index in chosen)
     return summarize_distances(attention.attention_distance(model, images).numpy())
 
 
-def summarize_distances(found: np.ndarray) -> dict[str, float]:
-    """Statistics of distances [layers, heads] in pixels."""
-    means, third = found.mean(1), max(len(found) // 3, 1)
+def summarize_distances(distances: np.ndarray) -> dict[str, float]:
+    """Statistics of attention distances [layers, heads] in pixels."""
+    means, third = distances.mean(1), max(len(distances) // 3, 1)
     numbers = {
-        "range": float(np.ptp(found[0])),  # of the first layer's heads
-        "nearest": float(found[0].min()),
-        "range_over_half": float(np.ptp(found[0]) - found.max() / 2),  # of the widest head
+        "range": float(np.ptp(distances[0])),  # of the first layer's heads
+        "nearest": float(distances[0].min()),
+        "range_over_half": float(np.ptp(distances[0]) - distances.max() / 2),  # of the widest head
         "late_over_early": float(means[-third:].mean() - means[:third].mean()),
         "rise": rank_correlation(list(range(len(means))), means.tolist()),
     }
-    return numbers | {f"head {layer} {head}": float(one) for (layer, head), one in np.ndenumerate(found)}
+    return numbers | {f"head {layer} {head}": float(distance) for (layer, head), distance in np.ndenumerate(distances)}
 
 
-def attention_parts(found: Results) -> list[Part]:
+def attention_criteria(results: Results) -> list[Criterion]:
     trained = {"trained": 1.0}
     return [
-        found.contrast("range of the first layer's heads - half of the widest, px", trained, metric="range_over_half"),
-        found.contrast("range, trained - untrained, px", {"trained": 1.0, "untrained": -1.0}, metric="range"),
-        found.contrast("last third of the layers - first third, px", trained, metric="late_over_early"),
-        found.contrast("rank correlation of distance with depth", trained, limit=0.5, metric="rise"),
+        results.contrast(
+            "range of the first layer's heads - half of the widest, px", trained, metric="range_over_half"
+        ),
+        results.contrast("range, trained - untrained, px", {"trained": 1.0, "untrained": -1.0}, metric="range"),
+        results.contrast("last third of the layers - first third, px", trained, metric="late_over_early"),
+        results.contrast("rank correlation of distance with depth", trained, limit=0.5, metric="rise"),
     ]
 
 
 @styled()
-def draw_attention(found: Results) -> Figure:
+def draw_attention(results: Results) -> Figure:
     """A dot for each head of each run by layer, and the mean of each layer (Figures 7 and 11)."""
-    figure, axes = new_figure(1, len(found.values), PANEL)
-    for panel, arm in zip(axes[0], found.values, strict=True):
-        heads = np.array([read_heads(row) for row in found.values[arm]])  # [runs, layers, heads]
+    figure, axes = new_figure(1, len(results.values), PANEL)
+    for panel, arm in zip(axes[0], results.values, strict=True):
+        heads = np.array([read_heads(row) for row in results.values[arm]])  # [runs, layers, heads]
         layers = np.arange(1, heads.shape[1] + 1)
-        at = np.broadcast_to(layers[:, None], heads.shape)
-        panel.scatter(at, heads, s=16, color=COLOURS["blue"], alpha=0.5, linewidths=0)
+        x = np.broadcast_to(layers[:, None], heads.shape)
+        panel.scatter(x, heads, s=16, color=COLOURS["blue"], alpha=0.5, linewidths=0)
         panel.plot(layers, heads.mean((0, 2)), color=COLOURS["orange"], label="mean of layer")
         panel.set(title=f"{arm}: attention distance, px", xlabel="layer", ylim=(0, None))
         panel.xaxis.set_major_locator(MaxNLocator(12, integer=True))
@@ -191,9 +193,9 @@ def draw_attention(found: Results) -> Figure:
 
 def read_heads(values: dict[str, float]) -> np.ndarray:
     """[layers, heads], in the order of `summarize_distances`."""
-    found = {name: value for name, value in values.items() if name.startswith("head ")}
-    layers = 1 + max(int(name.split()[1]) for name in found)
-    return np.array(list(found.values())).reshape(layers, -1)
+    heads = {name: value for name, value in values.items() if name.startswith("head ")}
+    layers = 1 + max(int(name.split()[1]) for name in heads)
+    return np.array(list(heads.values())).reshape(layers, -1)
 
 
 def hybrid_arms(budget: Budget) -> dict[str, Arm]:
@@ -241,28 +243,34 @@ def rollout_on_object(model: ViT, source: Shapes, count: int) -> tuple[np.ndarra
     return (maps * covered).sum((1, 2)).numpy(), masks.mean((1, 2)).numpy(), maps.numpy()
 
 
-def rollout_parts(found: Results) -> list[Part]:
+def rollout_criteria(results: Results) -> list[Criterion]:
     return [
-        found.contrast("rollout on the object / its area, trained", {"trained": 1.0}, limit=1.0),
-        found.above("trained", "untrained"),
+        results.contrast("rollout on the object / its area, trained", {"trained": 1.0}, limit=1.0),
+        results.above("trained", "untrained"),
     ]
 
 
 def with_untrained(make: Callable[[Budget], Config]) -> Callable[[Budget], dict[str, Arm]]:
-    return lambda budget: trained_and_untrained(make(budget))
+    """Arms of runs, and of initial weights of other seeds."""
+
+    def arms(budget: Budget) -> dict[str, Arm]:
+        config = make(budget)
+        return {"trained": Arm(config), "untrained": Arm(untrained_config(config), is_trained=False)}
+
+    return arms
 
 
 STUDIES = (
     define(
-        "learned-positions", with_untrained(fine_grid), position_parts, measure=measure_positions, metric="nearness"
+        "learned-positions", with_untrained(fine_grid), position_criteria, measure=measure_positions, metric="nearness"
     ),
     define(
-        "learned-filters", with_untrained(wide_patches), filter_parts, measure=measure_filters, metric="rank", runs=8
+        "learned-filters", with_untrained(wide_patches), filter_criteria, measure=measure_filters, metric="rank", runs=8
     ),
     define(
         "attention-distance",
         with_untrained(fine_grid),
-        attention_parts,
+        attention_criteria,
         measure=measure_attention,
         metric="range",
         draw=draw_attention,
@@ -270,11 +278,11 @@ STUDIES = (
     define(
         "hybrid-attention",
         hybrid_arms,
-        lambda found: [found.above("hybrid", "ViT")],
+        lambda results: [results.above("hybrid", "ViT")],
         measure=measure_attention,
         metric="nearest",
         draw=draw_attention,
         runs=8,
     ),
-    define("rollout", with_untrained(shapes_config), rollout_parts, measure=measure_rollout, metric="ratio", runs=8),
+    define("rollout", with_untrained(shapes_config), rollout_criteria, measure=measure_rollout, metric="ratio", runs=8),
 )

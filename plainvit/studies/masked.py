@@ -15,7 +15,7 @@ from plainvit.config import Config, Masked
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, plain, pretrain_config, vit
 from plainvit.studies.measures import halves, with_few_shot
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
-from plainvit.studies.verdict import Part, bootstrap, rank_correlations
+from plainvit.studies.verdict import Criterion, bootstrap, rank_correlations
 
 SHORTER = (64, 16, 4, 1)  # divisors of the pre-training steps
 LIMIT = 0.7  # of the rank correlation
@@ -47,33 +47,33 @@ def scratch_config(budget: Budget) -> Config:
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
-    found = rate_arms("scratch", scratch_config(budget), finetune_rates(budget), group="scratch")
+    made = rate_arms("scratch", scratch_config(budget), finetune_rates(budget), group="scratch")
     for name, config in {"masked": masked_config(budget), "supervised": supervised_config(budget)}.items():
-        found[f"{name}, before"] = Arm(config, is_compared=False)
-        found |= rate_arms(name, tuned_config(budget), finetune_rates(budget), group=name, parent=f"{name}, before")
-    return found
+        made[f"{name}, before"] = Arm(config, is_compared=False)
+        made |= rate_arms(name, tuned_config(budget), finetune_rates(budget), group=name, parent=f"{name}, before")
+    return made
 
 
-def parts(found: Results) -> list[Part]:
-    scratch, masked, supervised = (found.best(start) for start in STARTS)
-    return [found.above(masked, scratch), found.above(supervised, masked)]
+def criteria(results: Results) -> list[Criterion]:
+    scratch, masked, supervised = (results.best(start) for start in STARTS)
+    return [results.above(masked, scratch), results.above(supervised, masked)]
 
 
 def step_arms(budget: Budget) -> dict[str, Arm]:
     """x is the number of pre-training steps."""
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     for by in SHORTER:
         config = masked_config(budget, by)
         name = f"{config.steps:,} steps"
-        found[f"{name}, before"] = Arm(config, is_compared=False)
-        found[name] = Arm(tuned_config(budget), x=config.steps, group="masked", parent=f"{name}, before")
-    return found
+        arms[f"{name}, before"] = Arm(config, is_compared=False)
+        arms[name] = Arm(tuned_config(budget), x=config.steps, group="masked", parent=f"{name}, before")
+    return arms
 
 
-def step_parts(found: Results) -> list[Part]:
-    first, second, third, last = found.group("masked")
+def step_criteria(results: Results) -> list[Criterion]:
+    first, second, third, last = results.group("masked")
     fall = {second: 1.0, first: -1.0, last: -1.0, third: 1.0}
-    return [found.above(last, first), found.contrast("gain of the first fourfold - of the last", fall)]
+    return [results.above(last, first), results.contrast("gain of the first fourfold - of the last", fall)]
 
 
 def upstream(budget: Budget) -> dict[str, Config]:
@@ -87,7 +87,7 @@ def upstream(budget: Budget) -> dict[str, Config]:
         "small patches": {"patch": (1, 1) if cpu else (2, 2)},
         "no positions": {"posemb": "none"},
     }
-    found = {
+    configs = {
         "base": config,
         "1/4 of the steps": config.replace(steps=config.steps // 4),
         "1/16 of the steps": config.replace(steps=config.steps // 16),
@@ -96,20 +96,20 @@ def upstream(budget: Budget) -> dict[str, Config]:
         "a tenth of the rate": config.replace(optim=optim.replace(lr=optim.lr / 10)),
         "no mixing": supervised_config(budget),
     }
-    return found | {name: config.replace(model=model.replace(**changes)) for name, changes in shapes.items()}
+    return configs | {name: config.replace(model=model.replace(**changes)) for name, changes in shapes.items()}
 
 
 def few_shot_arms(budget: Budget) -> dict[str, Arm]:
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     for name, config in upstream(budget).items():
-        found[f"{name}, before"] = Arm(config, is_compared=False)
-        found[name] = Arm(tuned_config(budget), parent=f"{name}, before")
-    return found
+        arms[f"{name}, before"] = Arm(config, is_compared=False)
+        arms[name] = Arm(tuned_config(budget), parent=f"{name}, before")
+    return arms
 
 
-def few_shot_parts(found: Results) -> list[Part]:
-    few, top1 = (np.array([found.mean(arm, metric) for arm in found.values]) for metric in ("few_shot", "top1"))
-    runs = sum(map(len, found.values.values()))
+def few_shot_criteria(results: Results) -> list[Criterion]:
+    few, top1 = (np.array([results.mean(arm, metric) for arm in results.values]) for metric in ("few_shot", "top1"))
+    runs = sum(map(len, results.values.values()))
     return [
         bootstrap(
             "rank correlation of 5-shot with fine-tuned accuracy",
@@ -122,11 +122,11 @@ def few_shot_parts(found: Results) -> list[Part]:
 
 
 @styled()
-def draw_few_shot(found: Results) -> Figure:
+def draw_few_shot(results: Results) -> Figure:
     """A dot for each upstream run."""
     figure, panel = new_axes((PANEL[0], 3.1))
     few, top1 = (
-        100 * np.array([found.samples(arm, metric) for arm in found.values]) for metric in ("few_shot", "top1")
+        100 * np.array([results.samples(arm, metric) for arm in results.values]) for metric in ("few_shot", "top1")
     )
     panel.scatter(few, top1, s=24, color=COLOURS["blue"], alpha=0.7, linewidths=0)
     panel.set(xlabel="5-shot, before fine-tuning, %", title="fine-tuned, held-out top-1, %")
@@ -134,7 +134,7 @@ def draw_few_shot(found: Results) -> Figure:
 
 
 STUDIES = (
-    define("masked", arms, parts, measure=halves, bars=True, runs=8),
-    define("masked-steps", step_arms, step_parts, xlabel="pre-training steps"),
-    define("few-shot", few_shot_arms, few_shot_parts, measure=with_few_shot, draw=draw_few_shot),
+    define("masked", arms, criteria, measure=halves, bars=True, runs=8),
+    define("masked-steps", step_arms, step_criteria, xlabel="pre-training steps"),
+    define("few-shot", few_shot_arms, few_shot_criteria, measure=with_few_shot, draw=draw_few_shot),
 )

@@ -16,7 +16,7 @@ from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.features import extract
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT, build
-from plainvit.studies.study import Arm, held_out
+from plainvit.studies.study import held_out
 from plainvit.weights import load
 
 SHOTS, DRAWS = 5, 10
@@ -35,8 +35,8 @@ def overfitting(config: Config, folder: Path) -> dict[str, float]:
     """Accuracy on training images minus held-out images, both with evaluation preprocessing."""
     train = open_splits(config).train
     top1 = _top1(Predictor(folder, precision="fp32", batch=256), limit_images(train, CLASSIFIED))
-    found = held_out(config, folder)
-    return found | {"train": top1, "overfitting": top1 - found["top1"]}
+    metrics = held_out(config, folder)
+    return metrics | {"train": top1, "overfitting": top1 - metrics["top1"]}
 
 
 def _top1(predictor: Predictor, source: Source) -> float:
@@ -80,11 +80,6 @@ def few_shot(config: Config, predictor: Predictor) -> float:
 
 
 # Untrained models -----------------------------------------------------------------------------------------------------
-
-
-def trained_and_untrained(config: Config) -> dict[str, Arm]:
-    """A run, and initial weights of other seeds."""
-    return {"trained": Arm(config), "untrained": Arm(untrained_config(config), is_trained=False)}
 
 
 def untrained_config(config: Config) -> Config:

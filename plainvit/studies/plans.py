@@ -1,7 +1,7 @@
 """The runs of a study: their configs, seeds and names, and which of them are missing.
 
     plan = Plan(study, study.arms("cpu"), count=5, folder=Path("studies/runs"))
-    plan.wanted(ledger)                             the runs to execute, by name
+    plan.missing(ledger)                             the runs to execute, by name
     plan.results(ledger)                            the values of all arms
 
 The seeds of an arm follow from its config, so that arms are independent of each other and equal arms of two studies are
@@ -98,15 +98,15 @@ class Plan:
     def all_jobs(self) -> Iterator[Job]:
         return (job for jobs in self.jobs.values() for job in jobs)
 
-    def wanted(self, ledger: Ledger) -> dict[str, Job]:
+    def missing(self, ledger: Ledger) -> dict[str, Job]:
         """The runs whose numbers are missing, and those that they start from, in order."""
         jobs = {job.run: job for job in self.all_jobs()}
-        wanted = [run for run, job in jobs.items() if job.is_missing(ledger)]
-        for run in wanted:  # which grows
+        missing = [run for run, job in jobs.items() if job.is_missing(ledger)]
+        for run in missing:  # which grows
             parent = jobs[run].parent
-            if parent and parent not in wanted and not is_done(self.folder / parent):
-                wanted.append(parent)
-        return {run: job for run, job in jobs.items() if run in set(wanted)}
+            if parent and parent not in missing and not is_done(self.folder / parent):
+                missing.append(parent)
+        return {run: job for run, job in jobs.items() if run in set(missing)}
 
     def results(self, ledger: Ledger) -> Results:
         compared = {name: arm for name, arm in self.arms.items() if arm.is_compared}
@@ -120,7 +120,7 @@ class Plan:
         self.extensions += 1
         self.arms |= more
         self.add_jobs()
-        if can_train or not self.wanted(ledger):
+        if can_train or not self.missing(ledger):
             return True
         for name in more:
             del self.arms[name], self.jobs[name]
@@ -129,7 +129,7 @@ class Plan:
 
 def order_plans(plans: Iterable[Plan], ledger: Ledger) -> list[Plan]:
     """Next is always the study that needs the least time for runs which no earlier study needs."""
-    rest = {plan.study.name: {run: job.seconds for run, job in plan.wanted(ledger).items()} for plan in plans}
+    rest = {plan.study.name: {run: job.seconds for run, job in plan.missing(ledger).items()} for plan in plans}
     by_name = {plan.study.name: plan for plan in plans}
     planned: set[str] = set()
     ordered: list[Plan] = []
@@ -142,8 +142,8 @@ def order_plans(plans: Iterable[Plan], ledger: Ledger) -> list[Plan]:
 
 def missing_time(plans: Iterable[Plan], ledger: Ledger) -> tuple[int, float]:
     """(number of missing runs, seconds of a GPU); runs that studies share are counted once."""
-    wanted = {run: job.seconds for plan in plans for run, job in plan.wanted(ledger).items()}
-    return len(wanted), sum(wanted.values())
+    missing = {run: job.seconds for plan in plans for run, job in plan.missing(ledger).items()}
+    return len(missing), sum(missing.values())
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------
@@ -157,11 +157,11 @@ def first_seed(arms: Mapping[str, Arm], name: str) -> int:
     return int(run_hash(arm.config.replace(seed=0, init=edited))[:12], 16)
 
 
-def extend_rates(arms: Mapping[str, Arm], found: Results) -> dict[str, Arm]:
+def extend_rates(arms: Mapping[str, Arm], results: Results) -> dict[str, Arm]:
     """One more arm for each family whose best rate is at the edge of its grid, by the grid's own factor."""
     more: dict[str, Arm] = {}
-    for family, name in families_at_edge(found).items():
-        rates = [arms[one].config.optim.lr for one in found.families()[family]]
+    for family, name in families_at_edge(results).items():
+        rates = [arms[arm].config.optim.lr for arm in results.families()[family]]
         lr = arms[name].config.optim.lr
         lr = rates[-1] ** 2 / rates[-2] if lr == rates[-1] else rates[0] ** 2 / rates[1]
         best = arms[name]

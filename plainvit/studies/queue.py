@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from plainvit.disk import make_folder
+from plainvit.errors import first_line
 from plainvit.runtime.display import Display, readable
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Job, Plan, order_plans
@@ -38,10 +39,9 @@ class Queue:
         self.folder = plans[0].folder if plans else Path()
         self.ledger, self.workers, self.deadline = ledger, workers, deadline
         self.can_train, self.quiet = can_train, quiet
-        self.wanted: dict[str, Job] = {}
+        self.missing: dict[str, Job] = {}
         self.measures: dict[str, dict[str, Measure]] = {}
         self.failed: dict[str, str] = {}
-        self.passed_over = 0  # runs that were started before the first one, one after the other
         self.estimated, self.measured = 0.0, 0.0  # seconds of the finished runs
         self.plans = order_plans(plans, ledger)
         for plan in self.plans:
@@ -49,8 +49,8 @@ class Queue:
 
     def add(self, plan: Plan, *, first: bool = False) -> None:
         """Add the missing runs of a plan, behind the others or first."""
-        new = plan.wanted(self.ledger)
-        self.wanted = new | self.wanted if first else self.wanted | new
+        new = plan.missing(self.ledger)
+        self.missing = new | self.missing if first else self.missing | new
         for run, job in new.items():
             if job.is_missing(self.ledger):
                 assert job.measure
@@ -85,25 +85,24 @@ class Queue:
         return None if math.isinf(self.deadline) else max(self.deadline - time.monotonic(), 0.0)
 
     def is_open(self, plan: Plan) -> bool:
-        return any(job.is_missing(self.ledger) and job.run in self.wanted for job in plan.all_jobs())
+        return any(job.is_missing(self.ledger) and job.run in self.missing for job in plan.all_jobs())
 
     def find_error(self, plan: Plan) -> FailedRunsError | None:
         jobs = list(plan.all_jobs())
         failed = [job for job in jobs if job.run in self.failed]
         if not failed:
             return None
-        words = f"{failed[0].label}: {self.failed[failed[0].run]}"
-        return FailedRunsError(f"{len(failed)} of {len(jobs)} runs failed; the first one: {words}")
+        reason = f"{failed[0].label}: {self.failed[failed[0].run]}"
+        return FailedRunsError(f"{len(failed)} of {len(jobs)} runs failed; the first one: {reason}")
 
     def start(self) -> None:
         """Start as many runs as there are free workers."""
         running = {task.folder.name for task, _ in self.workers.running.values()}
         while self.workers.free:
-            ready = [run for run in self.wanted if run not in running and self.is_ready(run)]
-            if not ready:
+            run = next((run for run in self.missing if run not in running and self.is_ready(run)), None)
+            if run is None:
                 return
-            run = self.choose(ready)
-            job, measures = self.wanted[run], tuple(self.measures.get(run, {}).values())
+            job, measures = self.missing[run], tuple(self.measures.get(run, {}).values())
             try:
                 edit_weights(job)
             except Exception as error:
@@ -112,16 +111,9 @@ class Queue:
             self.workers.start(Task(job.config, self.folder / run, () if job.is_local else measures, job.is_trained))
             running.add(run)
 
-    def choose(self, ready: Sequence[str]) -> str:
-        """One of the first runs, if possible one that a worker has compiled code for; the first waits for so many."""
-        next_runs = ready[: 1 if self.passed_over >= self.workers.count else 4 * self.workers.count]
-        at = self.workers.choose([self.wanted[run].config for run in next_runs])
-        self.passed_over = self.passed_over + 1 if at else 0
-        return ready[at]
-
     def is_ready(self, run: str) -> bool:
-        job, left = self.wanted[run], self.time_left()
-        return job.parent not in self.wanted and (left is None or SLACK * self.expect_time(job.seconds) < left)
+        job, left = self.missing[run], self.time_left()
+        return job.parent not in self.missing and (left is None or SLACK * self.expect_time(job.seconds) < left)
 
     def expect_time(self, seconds: float) -> float:
         """The time that so many estimated seconds take here, from finished runs; 0 while none is finished."""
@@ -130,7 +122,7 @@ class Queue:
     def finish(self, task: Task, future: Future) -> None:
         """Record a run, or that it failed, and with it those that start from it."""
         run = task.folder.name
-        job, measures = self.wanted[run], self.measures.get(run, {})
+        job, measures = self.missing[run], self.measures.get(run, {})
         try:
             record = future.result()
             if job.is_local:
@@ -141,36 +133,36 @@ class Queue:
             self.ledger.add(record)
             self.estimated, self.measured = self.estimated + job.seconds, self.measured + record["seconds"]
             if all(self.ledger.find(run, name) is not None for name in measures):  # none was asked for meanwhile
-                del self.wanted[run]
+                del self.missing[run]
         self.display.finish(job.label)
 
     def fail(self, run: str, error: Exception) -> None:
         """Note the failure of a run, and of those that start from it."""
-        words = (str(error).splitlines() or [type(error).__name__])[0]
-        self.display.tell(f"{self.wanted[run].label}: {words}")
+        reason = first_line(error)
+        self.display.print_line(f"{self.missing[run].label}: {reason}")
         failed = {run}
-        for name, job in self.wanted.items():  # in order: a run comes after the one that it starts from
+        for name, job in self.missing.items():  # in order: a run comes after the one that it starts from
             if job.parent in failed:
                 failed.add(name)
         for name in failed:
-            self.failed[name] = words
-            del self.wanted[name]
+            self.failed[name] = reason
+            del self.missing[name]
 
 
 class RunsDisplay(Display):
     """Progress of the runs. The remaining time is estimated from the times of finished runs."""
 
     def __init__(self, queue: Queue, *, quiet: bool) -> None:
-        super().__init__("runs", max(len(queue.wanted), 1), quiet=quiet)
+        super().__init__("runs", max(len(queue.missing), 1), quiet=quiet)
         self.queue, self.finished = queue, 0
 
     def finish(self, label: str) -> None:
         self.finished += 1
-        self.total = self.finished + len(self.queue.wanted)
+        self.total = self.finished + len(self.queue.missing)
         self.advance(self.finished, label)
 
     def left(self) -> str:
-        estimated = sum(job.seconds for job in self.queue.wanted.values())
+        estimated = sum(job.seconds for job in self.queue.missing.values())
         seconds = self.queue.expect_time(estimated) / self.queue.workers.count
         return f"{readable(seconds)} left" if seconds else ""
 

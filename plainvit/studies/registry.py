@@ -20,8 +20,8 @@ FILES = ("choices", "data_size", "transfer", "compute", "scaling", "optimisers",
 
 
 def studies() -> "dict[str, Study]":
-    found = [study for file in FILES for study in importlib.import_module(f"plainvit.studies.{file}").STUDIES]
-    return {study.name: study for study in sorted(found, key=lambda study: study.number)}
+    defined = [study for file in FILES for study in importlib.import_module(f"plainvit.studies.{file}").STUDIES]
+    return {study.name: study for study in sorted(defined, key=lambda study: study.number)}
 
 
 def own_study(word: str) -> "Study":
@@ -36,7 +36,7 @@ def own_study(word: str) -> "Study":
     if name not in defined:
         problem = f"{file} has no study {name!r}" if name else f"the study in {file} is not named"
         raise ValueError(f"{problem}: use FILE.py:STUDY; it defines {', '.join(defined) or 'no studies'}")
-    found: Study = getattr(module, name)
-    if not re.fullmatch(r"\w[\w-]*", found.name) or found.name in (*studies(), "runs", "all"):
-        raise ValueError(f"{file}: invalid or reserved study name {found.name!r}: choose another, such as 'my-study'")
-    return replace(found, spec=word)
+    study: Study = getattr(module, name)
+    if not re.fullmatch(r"\w[\w-]*", study.name) or study.name in (*studies(), "runs", "all"):
+        raise ValueError(f"{file}: invalid or reserved study name {study.name!r}: choose another, such as 'my-study'")
+    return replace(study, spec=word)

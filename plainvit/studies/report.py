@@ -32,10 +32,10 @@ NEEDED += ("seconds", "environment")
 UNNUMBERED = "Number 29, the VTAB groups (Figure 2), has no decision rule: see `plainvit vtab`."
 
 METHOD = (
-    "Each part of a rule compares the means of arms (a difference or another weighted sum) and has a 95 % confidence "
-    "interval (Welch). Each part is tested at 5 % (two-sided), with Holm's correction over the parts of the claim. "
-    "Parts that claim equality use two one-sided tests (TOST) with a margin fixed before the runs. Supported: all "
-    "parts hold. Contradicted: at least one part is ruled out. Inconclusive: anything else, or an arm has fewer than "
+    "Each criterion of a rule compares the means of arms (a difference or another weighted sum) and has a 95 % "
+    "confidence interval (Welch). It is tested at 5 % (two-sided), with Holm's correction over the criteria of the "
+    "claim. Criteria of equality use two one-sided tests (TOST) with a margin fixed before the runs. Supported: all "
+    "criteria hold. Contradicted: at least one is ruled out. Inconclusive: anything else, or an arm has fewer than "
     "three runs. Learning rates are chosen on separate runs and separate held-out images."
 )
 INTRODUCTION = (
@@ -49,9 +49,9 @@ HISTORY = (
     "version 0.1 paired runs by seed and used two standard errors over three seeds, which cover only 82 %."
 )
 MEANINGS = {
-    "supported": "Every part of the rule holds in these small runs.",
-    "contradicted": "The claim does not hold in these small runs: {part} is {effect}; the rule requires {need}.",
-    "inconclusive": "These runs do not decide the claim: {part} is {effect}; {need} is neither shown nor ruled out.",
+    "supported": "Every criterion of the rule holds in these small runs.",
+    "contradicted": "The claim does not hold in these small runs: {criterion} is {effect}; the rule requires {need}.",
+    "inconclusive": "These runs do not decide the claim: {criterion} is {effect}; {need} is not shown or ruled out.",
 }
 COMMANDS = (
     "`plainvit study list` lists the studies. `plainvit study NAME --budget cpu|gpu` runs one, on a laptop in minutes "
@@ -92,10 +92,10 @@ def count_runs(record: Mapping[str, Any]) -> int:
 
 def list_verdicts(out: Path) -> list[dict[str, Any]]:
     """All studies with their verdicts in `out` by budget."""
-    found = read_verdicts(out)
+    verdicts = read_verdicts(out)
     rows: list[dict[str, Any]] = []
     for name, claim in read_claims().items():
-        record = found.get(name, {})
+        record = verdicts.get(name, {})
         outcomes = {budget: record["outcome"] if record.get("budget") == budget else None for budget in BUDGETS}
         rows.append({"number": claim["number"], "name": name, "claim": claim["claim"], "verdicts": outcomes})
     return rows
@@ -115,14 +115,16 @@ def render_list(rows: Sequence[Mapping[str, Any]], out: Path) -> Group:
     return Group(shown, Text(f"\n{note}", style="dim"))
 
 
-def render_summary(found: Sequence[Mapping[str, Any]], out: Path) -> Group:
-    """Verdicts with a line for each part, and the path of the report."""
+def render_summary(records: Sequence[Mapping[str, Any]], out: Path) -> Group:
+    """Verdicts with a line for each criterion, and the path of the report."""
     lines: list[Text] = []
-    for record in found:
+    for record in records:
         head = (f"{record['study']}: ", "bold"), (record["outcome"], COLOURS.get(record["outcome"], ""))
         lines.append(Text.assemble(*head, f", {count_runs(record)} runs per arm"))
-        lines += [Text(f"  {name} {effect} ({need}), {holds}") for name, effect, need, *_, holds in _part_rows(record)]
-    legend = Text("[95 % interval by Welch]; decided at 5 % after Holm's correction over the parts", style="dim")
+        lines += [
+            Text(f"  {name} {effect} ({need}), {holds}") for name, effect, need, *_, holds in _criterion_rows(record)
+        ]
+    legend = Text("[95 % interval by Welch]; decided at 5 % after Holm's correction over the criteria", style="dim")
     return Group(*lines, legend, Text(f"report: {report_path(out)}"))
 
 
@@ -143,17 +145,17 @@ def write_report(out: Path) -> Path:
 
 
 def make_report(out: Path) -> str:
-    found = read_verdicts(out)
-    own = bool(found) and not any(record["number"] for record in found.values())
-    rest = [name for name in read_claims() if name not in found and not own]
-    paragraphs = [*_introduction(found, len(rest), own=own), *_overview(found)]
-    for record in found.values():
+    records = read_verdicts(out)
+    own = bool(records) and not any(record["number"] for record in records.values())
+    rest = [name for name in read_claims() if name not in records and not own]
+    paragraphs = [*_introduction(records, len(rest), own=own), *_overview(records)]
+    for record in records.values():
         paragraphs += _section(record, out) if is_current(record) else ()
-    return "\n\n".join([*paragraphs, *_history(found)]) + "\n"
+    return "\n\n".join([*paragraphs, *_history(records)]) + "\n"
 
 
-def _introduction(found: Mapping[str, Mapping[str, Any]], rest: int, *, own: bool) -> Iterator[str]:
-    counts = Counter(record["outcome"] for record in found.values() if is_current(record))
+def _introduction(records: Mapping[str, Mapping[str, Any]], rest: int, *, own: bool) -> Iterator[str]:
+    counts = Counter(record["outcome"] for record in records.values() if is_current(record))
     outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLOURS if counts[outcome])
     if own:
         yield "# Studies"
@@ -163,7 +165,7 @@ def _introduction(found: Mapping[str, Mapping[str, Any]], rest: int, *, own: boo
         return
     yield "# The paper's claims, tested"
     yield from (_wrap(text) for text in (INTRODUCTION, METHOD, COMMANDS))
-    summary = f"{counts.total()} of {len(found) + rest} studies have a verdict under the current rules"
+    summary = f"{counts.total()} of {len(records) + rest} studies have a verdict under the current rules"
     yield f"**{summary}: {outcomes}.** {UNNUMBERED}" if outcomes else f"**{summary}.** {UNNUMBERED}"
 
 
@@ -171,54 +173,56 @@ def _wrap(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 118))
 
 
-def _overview(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _overview(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """One row for each study: claim, verdict, deciding effect, data and number of runs."""
     rows: list[tuple[object, ...]] = []
-    claims = read_claims() if any(record["number"] for record in found.values()) or not found else {}
-    for name, claim in (claims | {name: record for name, record in found.items() if name not in claims}).items():
-        record = found.get(name, {})
+    claims = read_claims() if any(record["number"] for record in records.values()) or not records else {}
+    for name, claim in (claims | {name: record for name, record in records.items() if name not in claims}).items():
+        record = records.get(name, {})
         about = claim.get("number") or "", claim["claim"]
         if record and is_current(record):
-            part = find_deciding_part(record)
+            criterion = find_deciding_criterion(record)
             link = f"[{record['outcome']}](#{_heading(record).lower().replace('. ', '-')})"
-            effect = f"{part['name']}: {describe_effect(part)}"
+            effect = f"{criterion['name']}: {describe_effect(criterion)}"
             rows.append((*about, link, effect, ", ".join(record.get("data", ())), record["runs"]["count"] or ""))
         else:
             rows.append((*about, "not run", "", "", ""))
     yield markdown_table(("no.", "claim", "verdict", "effect, 95 % interval", "data", "runs"), rows)
 
 
-def find_deciding_part(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that the outcome rests on: of those that led to it, the one with the smallest or largest p-value."""
+def find_deciding_criterion(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The criterion that the outcome rests on: the least certain, or of a contradicted claim the most certain one."""
     sought = {"supported": "yes", "contradicted": "no", "inconclusive": "open"}[record["outcome"]]
-    parts = [part for part in record["parts"] if part["holds"] == sought] or record["parts"]
-    parts = [part for part in parts if part["runs"]] or parts  # with an interval
-    return (min if sought == "no" else max)(parts, key=lambda part: part["p"])
+    criteria = [criterion for criterion in record["parts"] if criterion["holds"] == sought] or record["parts"]
+    criteria = [criterion for criterion in criteria if criterion["runs"]] or criteria  # with an interval
+    return (min if sought == "no" else max)(criteria, key=lambda criterion: criterion["p"])
 
 
 def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
-    """Claim, rule, verdict, meaning, figure, parts, arms and commits of a study."""
+    """Claim, rule, verdict, meaning, figure, criteria, arms and commits of a study."""
     name, folder = record["study"], out / record["study"]
     yield f"## {_heading(record)}"
     claim = read_claims().get(name, record)
     yield f"{claim['claim']} *{claim['source']}.* {claim.get('paper', '')}".rstrip()
     yield f"Rule: {claim['rule'].rstrip('.')}."
-    part = find_deciding_part(record)
-    meaning = MEANINGS[record["outcome"]].format(part=part["name"], effect=describe_effect(part), need=part["need"])
+    criterion = find_deciding_criterion(record)
+    meaning = MEANINGS[record["outcome"]].format(
+        criterion=criterion["name"], effect=describe_effect(criterion), need=criterion["need"]
+    )
     limits = f" Limits: {claim['limits']}" if claim.get("limits") else ""
     yield f"**{record['outcome']}**, {count_runs(record)} runs per arm. {meaning}{limits}"
     if (folder / "figure.png").is_file():
         yield f"![{name}: {_cell(claim['claim'])}]({out.resolve().name}/{name}/figure.png)"
-    heads = ("part", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
-    yield markdown_table(heads, _part_rows(record))
+    heads = ("criterion", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
+    yield markdown_table(heads, _criterion_rows(record))
     yield markdown_table(("arm", str(METRIC_TITLES.get(record["metric"], record["metric"])), "runs"), _arm_rows(record))
     yield _describe_runs(record, out)
 
 
-def _history(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _history(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Verdicts under earlier rules."""
-    present = [(name, record) for name, record in found.items() if not is_current(record)]
-    present += [(name, old) for name, record in found.items() for old in record.get("history", ())]
+    present = [(name, record) for name, record in records.items() if not is_current(record)]
+    present += [(name, old) for name, record in records.items() for old in record.get("history", ())]
     rows = [
         (
             old["number"] or "",
@@ -236,10 +240,17 @@ def _history(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield markdown_table(("no.", "study", "verdict", "budget", "why", "commits"), rows)
 
 
-def _part_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _criterion_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [
-        (part["name"], describe_effect(part), part["need"], str(part["runs"] or ""), f"{part['p']:.2g}", part["holds"])
-        for part in record["parts"]
+        (
+            criterion["name"],
+            describe_effect(criterion),
+            criterion["need"],
+            str(criterion["runs"] or ""),
+            f"{criterion['p']:.2g}",
+            criterion["holds"],
+        )
+        for criterion in record["parts"]
     ]
 
 
@@ -265,9 +276,9 @@ def _describe_runs(record: Mapping[str, Any], out: Path) -> str:
     if count := runs.get("count"):
         time = f"{count} runs, {readable(runs['seconds'])} in total"
     rule = f"rule of commit {record['rule_commit']}, " if record.get("rule_commit") else ""
-    words = [time, *devices, f"{rule}runs of commit {', '.join(_commits(record))}"]
+    details = [time, *devices, f"{rule}runs of commit {', '.join(_commits(record))}"]
     link = f"[verdict.json]({out.resolve().name}/{record['study']}/verdict.json)"
-    return f"`{record['command']}`: {'; '.join(words)}; {link}."
+    return f"`{record['command']}`: {'; '.join(details)}; {link}."
 
 
 def _heading(record: Mapping[str, Any]) -> str:
@@ -279,5 +290,5 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> st
     return "\n".join("| " + " | ".join(_cell(str(cell)) for cell in line) + " |" for line in lines)
 
 
-def _cell(words: str) -> str:
-    return words.replace("|", "\\|").replace("\n", " ")
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

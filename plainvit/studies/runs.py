@@ -6,7 +6,7 @@
         future.result()["values"]["held_out"]["top1"]
 
 Several small models share a large GPU. Most of a short run is process start and compilation, so worker processes stay
-alive and prefer runs that can reuse their compiled code.
+alive.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import torch
 
-from plainvit.config import Checked, Config, Optim, from_json, to_json
+from plainvit.config import Checked, Config, from_json, to_json
 from plainvit.device import choose_device
 from plainvit.disk import read_json
 from plainvit.runtime.distributed import end_after
@@ -72,24 +72,17 @@ def list_changes(config: Checked) -> dict[str, Any]:
 
 
 def is_done(path: Path) -> bool:
-    return (path / "status.json").is_file() and read_json(path / "status.json").get("state") == "done"
-
-
-def compile_key(config: Config) -> Config:
-    """The settings that compiled code depends on; with --compile off, only loading images is compiled."""
-    config = config.replace(seed=0, optim=Optim(), init="")
-    return config.replace(model=None, steps=0, epochs=0.0, holdout=0.0) if config.compile == "off" else config
+    return read_json(path / "status.json").get("state") == "done"
 
 
 class Worker:
     """A process that executes tasks one after the other; started with the first."""
 
     def __init__(self, threads: int) -> None:
-        self.threads, self.compiled = threads, None
+        self.threads = threads
         self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _exit_with_parent)
 
     def submit(self, task: Task) -> Future:
-        self.compiled = compile_key(task.config)
         with _block_sigint():
             return self.pool.submit(
                 execute, to_json(task.config), task.folder, task.measures, task.is_trained, self.threads
@@ -123,16 +116,9 @@ class Workers:
             if child not in self.others:
                 child.terminate()
 
-    def choose(self, configs: Sequence[Config]) -> int:
-        """The index of the config to run next: the first for which a free worker has compiled code, or the first."""
-        compiled = [worker.compiled for worker in self.free]
-        return next((at for at, config in enumerate(configs) if compile_key(config) in compiled), 0)
-
     def start(self, task: Task) -> None:
-        """Start a task in a free worker, preferably one that has compiled code for it."""
-        key = compile_key(task.config)
-        worker = min(self.free, key=lambda worker: (worker.compiled != key, worker.compiled is not None))
-        self.free.remove(worker)
+        """Start a task in a free worker."""
+        worker = self.free.pop()
         self.running[worker.submit(task)] = task, worker
 
     def wait(self, seconds: float | None = None) -> list[tuple[Task, Future]]:

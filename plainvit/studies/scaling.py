@@ -18,7 +18,7 @@ from plainvit.config import Config, Model, ViTConfig
 from plainvit.planning import cost
 from plainvit.studies.bases import base, complete_model, vit
 from plainvit.studies.study import Arm, Budget, Results, define
-from plainvit.studies.verdict import Part, bootstrap, correlations, fact
+from plainvit.studies.verdict import Criterion, bootstrap, correlations, fact
 
 AXES = ("depth", "width", "MLP", "patch", "all")
 # Depth, width and MLP width of the small model; heads stay as they are, and a patch becomes half as wide
@@ -57,11 +57,11 @@ def arms(budget: Budget) -> dict[str, Arm]:
     config = start(budget)
     config = config.replace(model=vit(config).replace(**SMALL[budget], representation=0))
     smallest = cost.macs(complete_model(config))
-    found = {"small": Arm(config, x=1.0)}
+    made = {"small": Arm(config, x=1.0)}
     for name, (axis, changes) in scale_axes(vit(config)).items():
-        one = config.replace(model=vit(config).replace(**changes))
-        found[name] = Arm(one, x=cost.macs(complete_model(one)) / smallest, group=axis)
-    return found
+        scaled = config.replace(model=vit(config).replace(**changes))
+        made[name] = Arm(scaled, x=cost.macs(complete_model(scaled)) / smallest, group=axis)
+    return made
 
 
 def patch_arms(budget: Budget) -> dict[str, Arm]:
@@ -79,41 +79,41 @@ def all_arms(budget: Budget) -> dict[str, Arm]:
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def parts(found: Results) -> list[Part]:
+def criteria(results: Results) -> list[Criterion]:
     """Gains per doubling of compute from the small model; all together against each axis."""
-    deep, wide = (1 / math.log2(found.arms[f"{axis} x4"].x) for axis in ("depth", "width"))
+    deep, wide = (1 / math.log2(results.arms[f"{axis} x4"].x) for axis in ("depth", "width"))
     gain = {"depth x4": deep, "width x4": -wide, "small": wide - deep}
     axes = [axis for axis in AXES if axis != "all"]
     return [
-        found.contrast("gain per doubling of compute, depth - width", gain),
-        *(found.not_worse("all x4", f"{axis} x4") for axis in axes),
+        results.contrast("gain per doubling of compute, depth - width", gain),
+        *(results.not_worse("all x4", f"{axis} x4") for axis in axes),
     ]
 
 
-def patch_parts(found: Results) -> list[Part]:
-    names = sorted(found.arms, key=lambda arm: -found.arms[arm].x)
-    counts = [cost.parameters(complete_model(found.arms[name].config)) for name in names]
+def patch_criteria(results: Results) -> list[Criterion]:
+    names = sorted(results.arms, key=lambda arm: -results.arms[arm].x)
+    counts = [cost.parameters(complete_model(results.arms[name].config)) for name in names]
     ratio = max(counts) / min(counts)
     return [
-        *(found.above(small, large) for large, small in pairwise(names)),
+        *(results.above(small, large) for large, small in pairwise(names)),
         fact("parameters, most / fewest", ratio, "< 1.03", ratio < 1.03),
     ]
 
 
-def predictor_parts(found: Results) -> list[Part]:
-    models = [complete_model(arm.config) for arm in found.arms.values()]
+def predictor_criteria(results: Results) -> list[Criterion]:
+    models = [complete_model(arm.config) for arm in results.arms.values()]
     macs, counts = (np.log([count(model) for model in models]) for count in COSTS.values())
-    top1 = np.array([found.mean(arm) for arm in found.arms])
+    top1 = np.array([results.mean(arm) for arm in results.arms])
 
     def difference(picks: np.ndarray) -> np.ndarray:
         return correlations(macs[picks], top1[picks]) - correlations(counts[picks], top1[picks])
 
-    runs = sum(map(len, found.values.values()))
+    runs = sum(map(len, results.values.values()))
     return [bootstrap("correlation with log multiply-adds - with log parameters", difference, len(models), 0.0, runs)]
 
 
 STUDIES = (
-    define("depth-and-width", arms, parts, xlabel="compute, relative to the small model"),
-    define("patch-size", patch_arms, patch_parts, xlabel="patch side, pixels"),
-    define("predictor", all_arms, predictor_parts, bars=True),
+    define("depth-and-width", arms, criteria, xlabel="compute, relative to the small model"),
+    define("patch-size", patch_arms, patch_criteria, xlabel="patch side, pixels"),
+    define("predictor", all_arms, predictor_criteria, bars=True),
 )

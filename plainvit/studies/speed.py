@@ -26,7 +26,7 @@ from plainvit.planning import memory
 from plainvit.planning.devices import H200, USABLE_MEMORY
 from plainvit.studies.drawings import SERIES, set_log_ticks
 from plainvit.studies.study import Arm, Budget, Results, define
-from plainvit.studies.verdict import Part, above, contrast, slope_weights, welch
+from plainvit.studies.verdict import Criterion, above, contrast, slope_weights, welch
 
 SIDES: dict[Budget, tuple[int, ...]] = {"cpu": (32, 64, 96, 128), "gpu": (64, 224, 384)}
 ALIKE = {"ViT": "ResNet", "ViT-B/32": "BiT-R50x1", "ViT-B/16": "BiT-R50x2"}  # of the nearest multiply-adds
@@ -44,13 +44,13 @@ def models(budget: Budget) -> dict[str, Model]:
 
 def arms(budget: Budget) -> dict[str, Arm]:
     """x is the image side in pixels."""
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     device = "cpu" if budget == "cpu" else "cuda"
     for name, model in models(budget).items():
         for side in SIDES[budget]:
             config = Config(model=model.replace(image_size=(side, side)), batch=batch_size(budget, side), device=device)
-            found[f"{name} at {side} px"] = Arm(config, x=side, group=name, is_trained=False)
-    return found
+            arms[f"{name} at {side} px"] = Arm(config, x=side, group=name, is_trained=False)
+    return arms
 
 
 def batch_size(budget: Budget, side: int) -> int:
@@ -62,16 +62,20 @@ def batch_size(budget: Budget, side: int) -> int:
 
 
 def measure(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
-    """Speed and largest batch of the config's model with random weights."""
+    """Images per second and largest training batch of the config's model with random weights.
+
+    On a GPU the speed is the better one of two batch sizes.
+    """
     assert config.model is not None
+    is_cpu = config.device == "cpu"
     torch.manual_seed(config.seed)
     with torch.device(config.device):
         model = build(config.model)
-    sizes = {config.batch} if config.device == "cpu" else {config.batch, max(config.batch // 4, 1)}
-    rate = max(images_per_second(model, config, size) for size in sizes)
-    most = estimate_batch(config.model) if config.device == "cpu" else measure_batch(model, config)
-    torch.cuda.empty_cache()  # the process goes on, next to those of the other studies
-    return {"images_per_second": rate, "largest_batch": float(most)}
+    batch_sizes = {config.batch} if is_cpu else {config.batch, max(config.batch // 4, 1)}
+    speed = max(images_per_second(model, config, size) for size in batch_sizes)
+    largest_batch = estimate_batch(config.model) if is_cpu else measure_batch(model, config)
+    torch.cuda.empty_cache()  # the process continues, next to those of the other studies
+    return {"images_per_second": speed, "largest_batch": float(largest_batch)}
 
 
 def images_per_second(model: nn.Module, config: Config, size: int) -> float:
@@ -101,20 +105,21 @@ def estimate_batch(model: Model) -> int:
 
 def measure_batch(model: nn.Module, config: Config) -> int:
     """Extrapolates the memory of two small steps."""
-    few = max(config.batch // 16, 2)
-    low, high = (_peak(model, config, size) for size in (few, 3 * few))
+    small = max(config.batch // 16, 2)
+    peaks = {size: measure_peak_memory(model, config, size) for size in (small, 3 * small)}
     total = torch.cuda.get_device_properties(config.device).total_memory * USABLE_MEMORY
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return extrapolate_batch(few, low, 3 * few, high, total - 12 * count)  # gradients and AdamW's state
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return extrapolate_batch(peaks, total - 12 * parameters)  # gradients and AdamW's state
 
 
-def extrapolate_batch(few: int, low: float, more: int, high: float, room: float) -> int:
-    """How many images fit into `room` bytes if `few` need `low` bytes and `more` need `high`."""
-    each = (high - low) / (more - few)
-    return max(int((room - low) / each + few), 0)
+def extrapolate_batch(peaks: dict[int, float], memory: float) -> int:
+    """The largest batch that fits into `memory` bytes, on the line through two measured peaks, batch -> bytes."""
+    (small, small_bytes), (large, large_bytes) = sorted(peaks.items())
+    bytes_per_image = (large_bytes - small_bytes) / (large - small)
+    return max(int(small + (memory - small_bytes) / bytes_per_image), 0)
 
 
-def _peak(model: nn.Module, config: Config, size: int) -> float:
+def measure_peak_memory(model: nn.Module, config: Config, size: int) -> float:
     images = random_images(config, size)
     labels = torch.zeros(size, dtype=torch.long, device=config.device)
     torch.cuda.empty_cache()
@@ -129,36 +134,36 @@ def _peak(model: nn.Module, config: Config, size: int) -> float:
 # Parts and figure -----------------------------------------------------------------------------------------------------
 
 
-def parts(found: Results) -> list[Part]:
+def criteria(results: Results) -> list[Criterion]:
     """Of logarithms: the exponent of the side by which images/s fall, and the ratio of the largest batches."""
-    parts: list[Part] = []
-    for vit in (group for group in found.groups() if group in ALIKE):
-        names, resnets = found.group(vit), found.group(ALIKE[vit])
-        slope = slope_weights(np.log([found.arms[arm].x for arm in names]).tolist())
-        logs = [np.log(found.samples(arm, "images_per_second")).tolist() for arm in names]
+    criteria: list[Criterion] = []
+    for vit in (group for group in results.groups() if group in ALIKE):
+        names, resnets = results.group(vit), results.group(ALIKE[vit])
+        slope = slope_weights(np.log([results.arms[arm].x for arm in names]).tolist())
+        logs = [np.log(results.samples(arm, "images_per_second")).tolist() for arm in names]
         fall = contrast(list(zip(slope, logs, strict=True)))
-        parts.append(above(f"exponent of the side in images/s, {vit}", fall, limit=-4.0))
+        criteria.append(above(f"exponent of the side in images/s, {vit}", fall, limit=-4.0))
         for pair in zip(resnets, names, strict=True):
-            ratio = welch(*(np.log(found.samples(arm, "largest_batch")).tolist() for arm in pair))
-            parts.append(above(f"log(largest batch), {pair[1]} - {pair[0]}", ratio, limit=-math.log(SLACK)))
-    return parts
+            ratio = welch(*(np.log(results.samples(arm, "largest_batch")).tolist() for arm in pair))
+            criteria.append(above(f"log(largest batch), {pair[1]} - {pair[0]}", ratio, limit=-math.log(SLACK)))
+    return criteria
 
 
 @styled()
-def draw(found: Results) -> Figure:
+def draw(results: Results) -> Figure:
     """The two panels of Figure 12; ResNets dashed."""
     figure, axes = new_figure(1, 2, (4.6, 3.2))
     titles = {"images_per_second": "forward pass, images/s", "largest_batch": "largest training batch"}
     for panel, (metric, title) in zip(axes[0], titles.items(), strict=True):
-        for group, colour in zip(found.groups(), SERIES, strict=False):
-            names = found.group(group)
+        for group, color in zip(results.groups(), SERIES, strict=False):
+            names = results.group(group)
             style = "-" if group in ALIKE else "--"
-            values = [found.mean(name, metric) for name in names]
-            panel.plot([found.arms[name].x for name in names], values, style, marker="o", color=colour, label=group)
-        set_log_ticks(panel, sorted({arm.x for arm in found.arms.values()}))
+            values = [results.mean(name, metric) for name in names]
+            panel.plot([results.arms[name].x for name in names], values, style, marker="o", color=color, label=group)
+        set_log_ticks(panel, sorted({arm.x for arm in results.arms.values()}))
         panel.set(title=title, xlabel="image side, pixels", yscale="log")
         panel.legend()
     return figure
 
 
-STUDIES = (define("speed", arms, parts, draw=draw, measure=measure, metric="images_per_second"),)
+STUDIES = (define("speed", arms, criteria, draw=draw, measure=measure, metric="images_per_second"),)

@@ -1,6 +1,7 @@
-"""A study: a published claim, the runs (arms) that test it, and the parts that it needs, written before the runs.
+"""A study: a published claim, the runs (arms) that test it, and its criteria, which are written before the runs.
 
-    STUDY = Study(name="rate", claim=..., source=..., rule=..., arms=..., parts=lambda found: [found.above("b", "a")])
+    criteria = lambda results: [results.above("b", "a")]
+    STUDY = Study(name="rate", claim=..., source=..., rule=..., arms=..., criteria=criteria)
 
 The arms differ in one setting. Each has several independent runs, compared on held-out training images; test images are
 not used. `plainvit/studies/execute.py` runs a study, `plainvit/studies/verdict.py` decides it.
@@ -20,11 +21,11 @@ from plainvit.evaluate.grid import choose_best, is_at_edge
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import read_results
 from plainvit.studies.claims import PERCENT, read_claims
-from plainvit.studies.verdict import Estimate, Part, Verdict, above, contrast, judge, within
+from plainvit.studies.verdict import Criterion, Estimate, Verdict, above, contrast, decide, within
 
 Budget = Literal["cpu", "gpu"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)  # from the smallest
-Parts = Callable[["Results"], Sequence[Part]]
+Criteria = Callable[["Results"], Sequence[Criterion]]
 CHOOSING = 3  # runs of each arm of a family that choose its best arm; the others decide
 MARGIN = 0.01  # of equivalence and non-inferiority in accuracy, unless a study says otherwise
 
@@ -57,9 +58,9 @@ class Study:
     name: str
     claim: str  # one sentence
     source: str  # paper, section, table
-    rule: str  # the parts in words
+    rule: str  # the criteria in words
     arms: Callable[[Budget], dict[str, Arm]]
-    parts: "Parts"  # all must hold
+    criteria: "Criteria"  # all must hold
     draw: Callable[["Results"], Figure] | None = None  # default: curves of groups of arms, or the arms
     bars: bool = False  # the arms, although they have groups
     # Metrics of a run from its config and folder
@@ -73,14 +74,16 @@ class Study:
     runs: int = 5  # of each arm, with independent seeds
     spec: str = ""  # FILE.py:STUDY of a user's own study
 
-    def decide(self, found: "Results") -> Verdict:
-        fewest = min(len(found.samples(arm)) for arm in found.values)
-        return judge(self.parts(found), fewest, describe_edges(found))
+    def decide(self, results: "Results") -> Verdict:
+        fewest = min(len(results.samples(arm)) for arm in results.values)
+        edges = ", ".join(families_at_edge(results))
+        note = f"A better rate may lie outside the grid of {edges}" if edges else ""
+        return decide(self.criteria(results), fewest, note)
 
 
-def define(name: str, arms: Callable[[Budget], dict[str, Arm]], parts: "Parts", **fields: Any) -> Study:
+def define(name: str, arms: Callable[[Budget], dict[str, Arm]], criteria: "Criteria", **fields: Any) -> Study:
     """One of the project's own studies, whose claim and rule are in claims.toml."""
-    return Study(name=name, arms=arms, parts=parts, **read_claims()[name], **fields)
+    return Study(name=name, arms=arms, criteria=criteria, **read_claims()[name], **fields)
 
 
 @dataclass(frozen=True)
@@ -104,25 +107,25 @@ class Results:
 
     def group(self, name: str) -> list[str]:
         """The arms of a curve, sorted by x."""
-        return sorted((arm for arm, one in self.arms.items() if one.group == name), key=lambda arm: self.arms[arm].x)
+        return sorted((key for key, arm in self.arms.items() if arm.group == name), key=lambda key: self.arms[key].x)
 
     def groups(self) -> list[str]:
         return list(dict.fromkeys(arm.group for arm in self.arms.values()))
 
     def families(self) -> dict[str, list[str]]:
         """The arms of each family, by learning rate."""
-        found: dict[str, list[str]] = {}
+        families: dict[str, list[str]] = {}
         for name, arm in sorted(self.arms.items(), key=lambda item: item[1].config.optim.lr):
             if arm.family:
-                found.setdefault(arm.family, []).append(name)
-        return found
+                families.setdefault(arm.family, []).append(name)
+        return families
 
     def best(self, family: str) -> str:
         """The best arm of a family, chosen by other runs and on other images than those that decide."""
-        places = dict(enumerate(self.families()[family], 1))
-        return places[int(choose_best({at: self.mean(name, "choice") for at, name in places.items()}))]
+        arms = dict(enumerate(self.families()[family], 1))
+        return arms[int(choose_best({number: self.mean(name, "choice") for number, name in arms.items()}))]
 
-    # Parts of a claim
+    # Criteria of a claim
 
     def estimate(self, weights: Mapping[str, float], metric: str = "") -> Estimate:
         """The sum of weight * mean over arms."""
@@ -131,42 +134,37 @@ class Results:
     def unit(self, metric: str = "") -> str:
         return "points" if (metric or self.metric) in PERCENT else ""
 
-    def contrast(self, name: str, weights: Mapping[str, float], *, limit: float = 0.0, metric: str = "") -> Part:
+    def contrast(self, name: str, weights: Mapping[str, float], *, limit: float = 0.0, metric: str = "") -> Criterion:
         """A weighted sum of arms is above the limit."""
         return above(name, self.estimate(weights, metric), limit, self.unit(metric))
 
-    def above(self, high: str, low: str, *, metric: str = "") -> Part:
+    def above(self, high: str, low: str, *, metric: str = "") -> Criterion:
         return self.contrast(f"{high} - {low}", {high: 1.0, low: -1.0}, metric=metric)
 
-    def not_worse(self, one: str, other: str, margin: float = MARGIN, *, metric: str = "") -> Part:
-        """`one` is above `other` - margin."""
-        return self.contrast(f"{one} - {other}", {one: 1.0, other: -1.0}, limit=-margin, metric=metric)
+    def not_worse(self, first: str, second: str, margin: float = MARGIN) -> Criterion:
+        """`first` is above `second` - margin."""
+        return self.contrast(f"{first} - {second}", {first: 1.0, second: -1.0}, limit=-margin)
 
-    def equal(self, one: str, other: str, margin: float = MARGIN) -> Part:
+    def equal(self, first: str, second: str, margin: float = MARGIN) -> Criterion:
         """The two differ by less than the margin."""
-        return within(f"{one} - {other}", self.estimate({one: 1.0, other: -1.0}), margin, self.unit())
+        return within(f"{first} - {second}", self.estimate({first: 1.0, second: -1.0}), margin, self.unit())
 
 
 def rate_arms(name: str, config: Config, rates: Sequence[float], /, **fields: Any) -> dict[str, Arm]:
     """An arm for each learning rate, of one family unless `fields` say otherwise."""
     made = {lr: config.replace(optim=config.optim.replace(lr=lr, grid=())) for lr in rates}
-    return {rate_name(name, lr): Arm(one, **{"x": lr, "family": name, **fields}) for lr, one in made.items()}
+    return {rate_name(name, lr): Arm(changed, **{"x": lr, "family": name, **fields}) for lr, changed in made.items()}
 
 
 def rate_name(family: str, lr: float) -> str:
     return f"{family} at {lr:.1e}"
 
 
-def families_at_edge(found: Results) -> dict[str, str]:
+def families_at_edge(results: Results) -> dict[str, str]:
     """The best arm of each family whose best learning rate is the lowest or highest one."""
     edges: dict[str, str] = {}
-    for family, names in found.families().items():
-        rates, best = {found.arms[name].config.optim.lr for name in names}, found.best(family)
-        if len(rates) > 1 and is_at_edge(found.arms[best].config.optim.lr, rates):
+    for family, names in results.families().items():
+        rates, best = {results.arms[name].config.optim.lr for name in names}, results.best(family)
+        if len(rates) > 1 and is_at_edge(results.arms[best].config.optim.lr, rates):
             edges[family] = best
     return edges
-
-
-def describe_edges(found: Results) -> str:
-    edges = families_at_edge(found)
-    return f"A better rate may lie outside the grid of {', '.join(edges)}" if edges else ""

@@ -26,7 +26,7 @@ from plainvit.names import configure
 from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
-from plainvit.studies.verdict import Part, above, welch
+from plainvit.studies.verdict import Criterion, above, welch
 from plainvit.weights import load
 
 BEFORE = "pre-training"
@@ -39,32 +39,32 @@ FEW = ("oxford-pets", "flowers102", "digits:56789, a tenth")  # sets with few im
 
 def tasks(budget: Budget) -> dict[str, Config]:
     """Sets with many and with few images of a class, by name."""
-    found = {data: finetune_config(budget, data) for data in DOWNSTREAM[budget]}
+    configs = {data: finetune_config(budget, data) for data in DOWNSTREAM[budget]}
     if budget == "cpu":
-        found |= {f"{data}, a tenth": config.replace(train_fraction=0.1) for data, config in found.items()}
-    return found
+        configs |= {f"{data}, a tenth": config.replace(train_fraction=0.1) for data, config in configs.items()}
+    return configs
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
     """A group for each task."""
-    found = {BEFORE: Arm(pretrain_config(budget), is_compared=False)}
+    made = {BEFORE: Arm(pretrain_config(budget), is_compared=False)}
     for task, config in tasks(budget).items():
         scratch = config.replace(model=vit(pretrain_config(budget)).replace(classes=0, representation=0))
-        found[f"{task}, pre-trained"] = Arm(config, group=task, parent=BEFORE)
-        found |= rate_arms(f"{task}, scratch", scratch, finetune_rates(budget), group=task)
-    return found
+        made[f"{task}, pre-trained"] = Arm(config, group=task, parent=BEFORE)
+        made |= rate_arms(f"{task}, scratch", scratch, finetune_rates(budget), group=task)
+    return made
 
 
-def parts(found: Results) -> list[Part]:
+def criteria(results: Results) -> list[Criterion]:
     """Pre-training gains in every task, and more where a class has few images."""
-    tasks = found.groups()
-    gains = {task: {f"{task}, pre-trained": 1.0, found.best(f"{task}, scratch"): -1.0} for task in tasks}
+    tasks = results.groups()
+    gains = {task: {f"{task}, pre-trained": 1.0, results.best(f"{task}, scratch"): -1.0} for task in tasks}
     few = [task for task in tasks if task in FEW]
     factors = {task: 1 / len(few) if task in few else -1 / (len(tasks) - len(few)) for task in tasks}
     more = {arm: factors[task] * weight for task in tasks for arm, weight in gains[task].items()}
     return [
-        *(found.contrast(f"{task}, pre-trained - scratch", weights) for task, weights in gains.items()),
-        found.contrast("gain with few images a class - with many", more),
+        *(results.contrast(f"{task}, pre-trained - scratch", weights) for task, weights in gains.items()),
+        results.contrast("gain with few images a class - with many", more),
     ]
 
 
@@ -81,13 +81,13 @@ def resolution_arms(budget: Budget) -> dict[str, Arm]:
 
 def size_arms(config: Config, sizes: tuple[int, ...], parent: str = "") -> dict[str, Arm]:
     """The first size is that of pre-training."""
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     for size in sizes:
         changed = config.replace(image_size=0 if size == sizes[0] else size)
-        found[f"{RESAMPLED}, {size} px"] = Arm(changed, x=size, group=RESAMPLED, parent=parent)
+        arms[f"{RESAMPLED}, {size} px"] = Arm(changed, x=size, group=RESAMPLED, parent=parent)
         if size > sizes[0]:
-            found[f"{REDRAWN}, {size} px"] = Arm(changed, x=size, group=REDRAWN, parent=parent, edit=redraw_positions)
-    return found
+            arms[f"{REDRAWN}, {size} px"] = Arm(changed, x=size, group=REDRAWN, parent=parent, edit=redraw_positions)
+    return arms
 
 
 def redraw_positions(before: Path, config: Config) -> ViT:
@@ -103,13 +103,13 @@ def redraw_positions(before: Path, config: Config) -> ViT:
     return model
 
 
-def resolution_parts(found: Results) -> list[Part]:
+def resolution_criteria(results: Results) -> list[Criterion]:
     """Accuracy rises from the first size to the last, no step falls by a point, and resampled positions are better."""
-    resampled, new = found.group(RESAMPLED), found.group(REDRAWN)
+    resampled, new = results.group(RESAMPLED), results.group(REDRAWN)
     return [
-        found.above(resampled[-1], resampled[0]),
-        *(found.not_worse(high, low) for low, high in pairwise(resampled)),
-        *(found.above(kept, redrawn) for kept, redrawn in zip(resampled[1:], new, strict=True)),
+        results.above(resampled[-1], resampled[0]),
+        *(results.not_worse(high, low) for low, high in pairwise(resampled)),
+        *(results.above(kept, redrawn) for kept, redrawn in zip(resampled[1:], new, strict=True)),
     ]
 
 
@@ -124,10 +124,10 @@ def head_arms(budget: Budget) -> dict[str, Arm]:
     before = pretrain_config(budget)
     before = before.replace(model=vit(before).replace(representation=vit(before).width))
     config = finetune_config(budget, DOWNSTREAM[budget][0])
-    found = {BEFORE: Arm(before, is_compared=False)}
-    found |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", parent=BEFORE)
+    made = {BEFORE: Arm(before, is_compared=False)}
+    made |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", parent=BEFORE)
     kept = config.replace(head="keep")
-    return found | rate_arms(
+    return made | rate_arms(
         LAST, kept, finetune_rates(budget), group=LAST, family="", parent=BEFORE, edit=redraw_last_layer
     )
 
@@ -149,13 +149,15 @@ def redraw_last_layer(before: Path, config: Config) -> ViT:
     return model
 
 
-def head_parts(found: Results) -> list[Part]:
+def head_criteria(results: Results) -> list[Criterion]:
     """The mean over the rates, and the spread over the rates of runs with the same number."""
-    rates = len(found.group(ZERO))
-    weights = {arm: sign / rates for group, sign in ((ZERO, 1), (LAST, -1)) for arm in found.group(group)}
-    spreads = [np.ptp([found.samples(arm) for arm in found.group(group)], axis=0).tolist() for group in (ZERO, LAST)]
+    rates = len(results.group(ZERO))
+    weights = {arm: sign / rates for group, sign in ((ZERO, 1), (LAST, -1)) for arm in results.group(group)}
+    spreads = [
+        np.ptp([results.samples(arm) for arm in results.group(group)], axis=0).tolist() for group in (ZERO, LAST)
+    ]
     return [
-        found.contrast(f"{ZERO} - {LAST}, mean over the rates", weights, limit=-HEAD_MARGIN),
+        results.contrast(f"{ZERO} - {LAST}, mean over the rates", weights, limit=-HEAD_MARGIN),
         above(f"spread over the rates, {LAST} - {ZERO}", welch(*spreads), unit="points"),
     ]
 
@@ -177,16 +179,16 @@ def published_model() -> ViTConfig:
 
 def published_arms(budget: Budget) -> dict[str, Arm]:
     """A group for each set."""
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     for data in SETS:
         config, model = finetune_config("gpu", data), published_model()
         if budget == "cpu":
             config = config.replace(steps=60, batch=64, holdout=HOLDOUT[data], image_size=64)
             model = model.replace(image_size=pair(64))
-        found[f"{data}, pre-trained"] = Arm(config.replace(init=WEIGHTS), group=data)
+        arms[f"{data}, pre-trained"] = Arm(config.replace(init=WEIGHTS), group=data)
         scratch = config.replace(model=model, image_size=0)
-        found |= rate_arms(f"{data}, scratch", scratch, finetune_rates("gpu"), group=data)
-    return found
+        arms |= rate_arms(f"{data}, scratch", scratch, finetune_rates("gpu"), group=data)
+    return arms
 
 
 def published_resolution_arms(budget: Budget) -> dict[str, Arm]:
@@ -197,9 +199,9 @@ def published_resolution_arms(budget: Budget) -> dict[str, Arm]:
 
 
 STUDIES = (
-    define("transfer", arms, parts, measure=halves, bars=True, runs=8),
-    define("transfer-published", published_arms, parts, measure=halves, bars=True, runs=8),
-    define("resolution", resolution_arms, resolution_parts, xlabel="image side, pixels"),
-    define("resolution-published", published_resolution_arms, resolution_parts, xlabel="image side, pixels"),
-    define("head", head_arms, head_parts, xlabel="learning rate of fine-tuning", runs=8),
+    define("transfer", arms, criteria, measure=halves, bars=True, runs=8),
+    define("transfer-published", published_arms, criteria, measure=halves, bars=True, runs=8),
+    define("resolution", resolution_arms, resolution_criteria, xlabel="image side, pixels"),
+    define("resolution-published", published_resolution_arms, resolution_criteria, xlabel="image side, pixels"),
+    define("head", head_arms, head_criteria, xlabel="learning rate of fine-tuning", runs=8),
 )

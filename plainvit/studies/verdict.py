@@ -1,12 +1,12 @@
-"""The statistics of a verdict: Welch's intervals, equivalence by two one-sided tests, Holm over the parts of a claim.
+"""The statistics of a verdict: Welch's intervals, equivalence by two one-sided tests, Holm's correction.
 
     welch([0.71, 0.72, 0.70], [0.66, 0.68, 0.65])        second - first is estimated, with its standard error
     above("b - a", estimate, limit=-0.01)                 b is at most 0.01 worse than a
-    judge([part, ...])                                    supported, contradicted or inconclusive
+    decide([criterion, ...])                               supported, contradicted or inconclusive
 
-A claim has parts, and all of them must hold. Each part is a linear contrast of the means of arms, whose runs are
-independent: Welch (Biometrika 34, 1947) for two arms, Welch-Satterthwaite degrees of freedom for more. Holm's method
-(Scand. J. Statist. 6, 1979) keeps the probability of any wrong decision about a part at 5 %.
+A claim has criteria, and all of them must hold. Each criterion is a linear contrast of the means of arms whose runs
+are independent: Welch (Biometrika 34, 1947) for two arms, Welch-Satterthwaite degrees of freedom for more. Holm's
+method (Scand. J. Statist. 6, 1979) keeps the probability of any wrong decision about a criterion at 5 %.
 """
 
 import math
@@ -54,15 +54,17 @@ class Estimate:
 def contrast(samples: Sequence[tuple[float, Any]]) -> Estimate:
     """The sum of weight * mean over (weight, values [..., runs] of independent runs)."""
     weights = [weight for weight, _ in samples]
-    values = [np.asarray(one, float) for _, one in samples]
-    counts = [one.shape[-1] for one in values]
-    effect = sum(weight * one.mean(-1) for weight, one in zip(weights, values, strict=True))
+    values = [np.asarray(runs, float) for _, runs in samples]
+    counts = [runs.shape[-1] for runs in values]
+    effect = sum(weight * runs.mean(-1) for weight, runs in zip(weights, values, strict=True))
     if min(counts) < 2:
         return Estimate(effect, math.inf, 1.0, sum(counts), min(counts))
-    shares = [weight**2 * one.var(-1, ddof=1) / one.shape[-1] for weight, one in zip(weights, values, strict=True)]
-    below = sum(share**2 / (count - 1) for share, count in zip(shares, counts, strict=True))
-    freedom = np.where(below > 0, sum(shares) ** 2 / np.maximum(below, np.finfo(float).tiny), 1.0)[()]
-    return Estimate(effect, np.sqrt(sum(shares)), freedom, sum(counts), min(counts))
+    variances = [
+        weight**2 * runs.var(-1, ddof=1) / runs.shape[-1] for weight, runs in zip(weights, values, strict=True)
+    ]
+    below = sum(variance**2 / (count - 1) for variance, count in zip(variances, counts, strict=True))
+    freedom = np.where(below > 0, sum(variances) ** 2 / np.maximum(below, np.finfo(float).tiny), 1.0)[()]
+    return Estimate(effect, np.sqrt(sum(variances)), freedom, sum(counts), min(counts))
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Estimate:
@@ -70,11 +72,11 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Estimate:
     return contrast([(1.0, second), (-1.0, first)])
 
 
-# Parts of a claim -----------------------------------------------------------------------------------------------------
+# Criteria -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Part:
+class Criterion:
     """One statement that a claim needs, with the evidence for and against it."""
 
     name: str
@@ -97,35 +99,39 @@ class Part:
         return shown | {"p": adjusted, "holds": {1: "yes", 0: "open", -1: "no"}[sign]}
 
 
-def describe_effect(part: Mapping[str, Any]) -> str:
-    """Effect and 95 % interval of a part as stored; numbers that are not finite may be null."""
-    if not part["runs"]:
-        return f"{part['effect']:.3g}"
-    scale, digits = (100, 2) if part["unit"] == "points" else (1, 3)
-    numbers = ["?" if part[name] is None else f"{scale * part[name]:+.{digits}f}" for name in ("effect", "low", "high")]
-    return f"{numbers[0]} {part['unit']} [{numbers[1]}, {numbers[2]}]".replace("  ", " ")
+def describe_effect(criterion: Mapping[str, Any]) -> str:
+    """Effect and 95 % interval of a criterion as stored; non-finite numbers may be null."""
+    if not criterion["runs"]:
+        return f"{criterion['effect']:.3g}"
+    scale, digits = (100, 2) if criterion["unit"] == "points" else (1, 3)
+    values = [criterion[name] for name in ("effect", "low", "high")]
+    effect, low, high = ("?" if value is None else f"{scale * value:+.{digits}f}" for value in values)
+    return f"{effect} {criterion['unit']} [{low}, {high}]".replace("  ", " ")
 
 
-def above(name: str, found: Estimate, limit: float = 0.0, unit: str = "") -> Part:
+def above(name: str, estimate: Estimate, limit: float = 0.0, unit: str = "") -> Criterion:
     """The effect is above the limit; a negative limit is the margin of a test of non-inferiority."""
-    p_for, p_against = 2 * found.tail(limit), 2 * (-found).tail(-limit)
-    return Part(name, f"> {_with_unit(limit, unit)}", found.effect, *found.interval, found.runs, p_for, p_against, unit)
+    p_for, p_against = 2 * estimate.tail(limit), 2 * (-estimate).tail(-limit)
+    need = f"> {_with_unit(limit, unit)}"
+    return Criterion(name, need, estimate.effect, *estimate.interval, estimate.runs, p_for, p_against, unit)
 
 
-def within(name: str, found: Estimate, margin: float, unit: str = "") -> Part:
+def within(name: str, estimate: Estimate, margin: float, unit: str = "") -> Criterion:
     """The effect is between -margin and margin: two one-sided tests at 2.5 %, so that the 95 % interval decides."""
-    p_for = 2 * np.maximum(found.tail(-margin), (-found).tail(-margin))
-    p_against = 2 * np.minimum(found.tail(margin), (-found).tail(margin))
+    p_for = 2 * np.maximum(estimate.tail(-margin), (-estimate).tail(-margin))
+    p_against = 2 * np.minimum(estimate.tail(margin), (-estimate).tail(margin))
     need = f"within ±{_with_unit(margin, unit)}"
-    return Part(name, need, found.effect, *found.interval, found.runs, p_for, p_against, unit)
+    return Criterion(name, need, estimate.effect, *estimate.interval, estimate.runs, p_for, p_against, unit)
 
 
-def fact(name: str, value: float, need: str, holds: bool, *, against: bool = True) -> Part:
+def fact(name: str, value: float, need: str, holds: bool, *, against: bool = True) -> Criterion:
     """A statement without uncertainty; `against`: the claim is contradicted if it does not hold."""
-    return Part(name, need, value, math.nan, math.nan, 0, 0.0 if holds else 1.0, float(holds or not against))
+    return Criterion(name, need, value, math.nan, math.nan, 0, 0.0 if holds else 1.0, float(holds or not against))
 
 
-def bootstrap(name: str, statistic: Callable[[np.ndarray], np.ndarray], arms: int, limit: float, runs: int) -> Part:
+def bootstrap(
+    name: str, statistic: Callable[[np.ndarray], np.ndarray], arms: int, limit: float, runs: int
+) -> Criterion:
     """A statistic over arms is above the limit, by resampling the arms.
 
     statistic: indices of arms [resamples, arms] -> values [resamples].
@@ -135,7 +141,7 @@ def bootstrap(name: str, statistic: Callable[[np.ndarray], np.ndarray], arms: in
     values = statistic(picks)
     low, high = np.quantile(values, (LEVEL / 2, 1 - LEVEL / 2))
     p_for, p_against = (2 * (1 + np.sum(wrong)) / (RESAMPLES + 1) for wrong in (values <= limit, values >= limit))
-    return Part(name, f"> {limit:g}", effect, float(low), float(high), runs, float(p_for), float(p_against))
+    return Criterion(name, f"> {limit:g}", effect, float(low), float(high), runs, float(p_for), float(p_against))
 
 
 def _with_unit(value: float, unit: str) -> str:
@@ -151,7 +157,7 @@ def _with_unit(value: float, unit: str) -> str:
 class Verdict:
     outcome: Outcome
     why: str  # with numbers
-    parts: tuple[Mapping[str, Any], ...] = ()
+    criteria: tuple[Mapping[str, Any], ...] = ()
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -162,33 +168,33 @@ def holm(values: Sequence[float]) -> list[float]:
     return np.minimum(adjusted, 1.0).tolist()
 
 
-def judge(parts: Sequence[Part], fewest: int = FEWEST, note: str = "") -> Verdict:
-    """Supported if every part holds, contradicted if one is ruled out, otherwise inconclusive.
+def decide(criteria: Sequence[Criterion], fewest: int = FEWEST, note: str = "") -> Verdict:
+    """Supported if every criterion holds, contradicted if one is ruled out, otherwise inconclusive.
 
     fewest: runs of the smallest arm; with less than three nothing is decided.
     """
-    smaller = [min(part.p_for, part.p_against) for part in parts]
-    tested = [at for at, part in enumerate(parts) if not part.is_fact]
-    for at, adjusted in zip(tested, holm([smaller[at] for at in tested]), strict=True):
-        smaller[at] = adjusted
-    signs = [
-        0 if not p <= LEVEL or fewest < FEWEST else 1 if part.p_for < part.p_against else -1  # NaN decides nothing
-        for part, p in zip(parts, smaller, strict=True)
-    ]
+    p_values = [min(criterion.p_for, criterion.p_against) for criterion in criteria]
+    tested = [number for number, criterion in enumerate(criteria) if not criterion.is_fact]
+    for number, adjusted in zip(tested, holm([p_values[number] for number in tested]), strict=True):
+        p_values[number] = adjusted
+    signs: list[int] = []
+    for criterion, p in zip(criteria, p_values, strict=True):
+        is_decided = p <= LEVEL and fewest >= FEWEST  # NaN decides nothing
+        signs.append((1 if criterion.p_for < criterion.p_against else -1) if is_decided else 0)
     outcome: Outcome = "inconclusive"
-    if any(sign < 0 for sign in signs):
+    if min(signs) < 0:
         outcome = "contradicted"
-    elif all(sign > 0 for sign in signs):
+    elif min(signs) > 0:
         outcome = "supported"
-    records = tuple(part.to_json(p, sign) for part, p, sign in zip(parts, smaller, signs, strict=True))
+    records = tuple(criterion.to_json(p, sign) for criterion, p, sign in zip(criteria, p_values, signs, strict=True))
     why = "; ".join(f"{record['name']} {describe_effect(record)}" for record in records)
     return Verdict(outcome, f"{why}. {note}" if note else why, records)
 
 
 def slope_weights(positions: Sequence[float]) -> list[float]:
     """The weights of a least-squares slope: sum(weight * value) is the gain per unit of position."""
-    centred = np.asarray(positions, float) - np.mean(positions)
-    return (centred / (centred @ centred)).tolist()
+    centered = np.asarray(positions, float) - np.mean(positions)
+    return (centered / (centered @ centered)).tolist()
 
 
 def correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -38,8 +38,9 @@ def base_config(init: str, setting: Setting, *, steps: int = 0, seed: int = 0, d
     if setting == "light":
         config = config.replace(image_size=0, steps=500, batch=64, optim=config.optim.replace(warmup=0.1))
     if steps:  # a shorter run has a shorter warm-up
-        share = config.optim.warmup / config.steps if config.optim.warmup >= 1 else config.optim.warmup
-        config = config.replace(steps=steps, optim=config.optim.replace(warmup=share))
+        warmup = config.optim.warmup
+        fraction = warmup / config.steps if warmup >= 1 else warmup
+        config = config.replace(steps=steps, optim=config.optim.replace(warmup=fraction))
     return config
 
 
@@ -96,21 +97,21 @@ def _make_report(config: Config, rows: Mapping[str, dict[str, Any]]) -> dict[str
     scores = {task: row["top1"] for task, row in rows.items() if row["state"] == "done"}
     settings = {"steps": config.steps, "batch": config.batch, "lr": config.optim.lr, "seed": config.seed}
     setting = {"init": config.init, "image_size": config.image_size or "the model's own", **settings}
-    return {"kind": "vtab", "setting": setting, "tasks": dict(rows), "means": means(scores)}
+    return {"kind": "vtab", "setting": setting, "tasks": dict(rows), "means": average_by_group(scores)}
 
 
-def means(scores: Mapping[str, float]) -> dict[str, Any]:
+def average_by_group(scores: Mapping[str, float]) -> dict[str, Any]:
     """Means of the available tasks by group; "vtab" only if all 19 are available."""
-    found: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     for group, names in GROUPS.items():
         available = [scores[name] for name in names if name in scores]
         if available:
-            found[group] = {"mean": statistics.fmean(available), "tasks": len(available), "of": len(names)}
+            means[group] = {"mean": statistics.fmean(available), "tasks": len(available), "of": len(names)}
     if len(scores) == len(TASKS):
-        found["vtab"] = statistics.fmean(scores.values())
+        means["vtab"] = statistics.fmean(scores.values())
     elif scores:
-        found["mean_of_available"] = statistics.fmean(scores.values())
-    return found
+        means["mean_of_available"] = statistics.fmean(scores.values())
+    return means
 
 
 # Terminal -------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from plainvit import __version__, device
 from plainvit.config import Config, ViTConfig
 from plainvit.data.splits import find_data_problems, open_splits
 from plainvit.device import choose_device, processor
+from plainvit.errors import first_line
 from plainvit.models import build
 from plainvit.train.optim import freeze
 from plainvit.train.transfer import read_starting_model, resolve
@@ -98,8 +99,8 @@ def check_processes(config: Config, devices: int) -> Iterator[Problem]:
     except ValueError as error:
         yield str(error), f"--devices {count}" if (count := torch.cuda.device_count()) else "--device auto"
     if config.batch % devices:
-        words = f"--batch {config.batch} is not divisible by the {devices} processes"
-        yield words, f"--batch {math.ceil(config.batch / devices) * devices}"
+        problem = f"--batch {config.batch} is not divisible by the {devices} processes"
+        yield problem, f"--batch {math.ceil(config.batch / devices) * devices}"
 
 
 def check_data(config: Config) -> Iterator[Problem]:
@@ -111,7 +112,7 @@ def check_data(config: Config) -> Iterator[Problem]:
         with torch.device("meta"):
             freeze(build(resolved.model), config.optim.frozen)
     except (ValueError, OSError) as error:
-        yield str(error).splitlines()[0], "see `plainvit data info` for the data, --help for the settings"
+        yield first_line(error), "see `plainvit data info` for the data, --help for the settings"
         return
     yield from find_data_problems(resolved, splits)
     if splits.val is None:
@@ -126,8 +127,8 @@ def check_optim(config: Config) -> Iterator[Problem]:
     if optim.name == "sgd" and optim.weight_decay:
         yield "the weight decay of SGD is L2 in the gradient, unlike Adam's in the paper", "--optim.weight-decay 0"
     if optim.name in ("adamw", "lamb") and 0 < optim.weight_decay < 1e-3:
-        words = f"--optim.weight-decay {optim.weight_decay:g} is multiplied by lr and has little effect"
-        yield words, f"--optim.weight-decay {optim.weight_decay / optim.lr:.3g} if the value is big_vision's"
+        problem = f"--optim.weight-decay {optim.weight_decay:g} is multiplied by lr and has little effect"
+        yield problem, f"--optim.weight-decay {optim.weight_decay / optim.lr:.3g} if the value is big_vision's"
     if optim.name == "sgd" and is_scratch:
         yield "SGD trains a ViT from scratch far worse than Adam", "--optim.name adamw --optim.lr 1e-3"
     if optim.clip == 0 and is_scratch:
@@ -147,8 +148,10 @@ def check_tokens(model: ViTConfig, *, has_weights: bool) -> Iterator[Problem]:
         elif not model.stem:
             patch = [max(n for n in range(1, max(side // 4, 1) + 1) if side % n == 0) for side in model.image_size]
             fix = f"--model.patch {patch[0]} {patch[1]}, or larger images: {fix}"
-        words = f"{model.stride[0]}-pixel patches on {height}-pixel images give only {tokens} token{'s' * (tokens > 1)}"
-        yield words, fix
+        problem = (
+            f"{model.stride[0]}-pixel patches on {height}-pixel images give only {tokens} token{'s' * (tokens > 1)}"
+        )
+        yield problem, fix
     if tokens > MANY_TOKENS:
         yield f"{tokens} tokens: attention grows with their square", "a larger patch or smaller images"
 

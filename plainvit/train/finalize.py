@@ -18,7 +18,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.distributed import World
-from plainvit.runtime.sharding import full_tensor
+from plainvit.runtime.parallel import full_tensor
 from plainvit.train.guards import DivergedError
 from plainvit.train.masked import PredictPatches, evaluate_masked
 from plainvit.train.state import Training, averaged_weights
@@ -76,8 +76,8 @@ def describe_choice(numbers: dict[str, Any]) -> Iterator[str]:
     if "final" in numbers:
         first = f"first {numbers['first']['top1']:.2%}"
         trained = f"{numbers['trained']['top1']:.2%}" if "trained" in numbers else "non-finite values"
-        words = f"held-out images: {first}, after {numbers['steps']} steps {trained}"
-        yield f"final model: the {numbers['final']} one ({words})"
+        accuracies = f"held-out images: {first}, after {numbers['steps']} steps {trained}"
+        yield f"final model: the {numbers['final']} one ({accuracies})"
 
 
 def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:

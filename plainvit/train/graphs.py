@@ -2,7 +2,7 @@
 
 Otherwise small models on a fast GPU are bound by the host: on an H200 a step of the recipe cifar10 takes 11.6 ms with
 graphs and 36.8 without. There are two graphs because the loop checks loss and norm in between, and skips the update if
-they are not finite. Learning rates are on the device and dropout is seeded before each replay, so a replayed step
+they are NaN or Inf. Learning rates are on the device and dropout is seeded before each replay, so a replayed step
 equals the step that it replaces.
 """
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from plainvit.runtime.distributed import World
     from plainvit.train.optim import Optimizers
 
-WARM = 2  # calls before one is captured: they compile, and give the optimiser its state
+WARM = 2  # calls before one is captured: they compile, and give the optimizer its state
 OPTIMIZERS = ("adamw", "sgd", "muon")  # LAMB's bias correction is computed on the host
 log = logging.getLogger("plainvit")
 
 
 def can_use_graphs(config: "Config", world: "World") -> bool:
     """Whether steps run on one GPU, are so small that the host limits them, and need no value on the host."""
-    small = config.model is not None and is_small(config.model, config.batch)
-    wanted = config.graphs == "auto" and small and not config.recompute
-    return wanted and world.size == 1 and world.device.startswith("cuda") and config.optim.name in OPTIMIZERS
+    has_small_model = config.model is not None and is_small(config.model, config.batch)
+    is_allowed = config.graphs == "auto" and has_small_model and not config.recompute
+    return is_allowed and world.size == 1 and world.device.startswith("cuda") and config.optim.name in OPTIMIZERS
 
 
 class Graph:

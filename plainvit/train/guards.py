@@ -1,4 +1,7 @@
-"""What may go wrong in a run: steps with NaN or Inf, which are skipped, divergence, too little memory, signals."""
+"""What may go wrong in a run: signals, too little memory, steps with NaN or Inf.
+
+loop.py tests loss and gradient for NaN and Inf, calls `skip_step` and raises DivergedError after too many.
+"""
 
 import contextlib
 import os
@@ -168,7 +171,7 @@ def skip_step(run: "Training", batch: "Batch", loss: float, norm: float, display
     capture(run, batch, loss, norm)
     step = run.progress.step + 1
     hint = f"run `plainvit replay {run.folder.path} --step {step}` to find the layer"
-    display.tell(f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g} ({hint})")
+    display.print_line(f"step {step} skipped: loss {loss:.4g}, gradient norm {norm:.4g} ({hint})")
 
 
 def capture(run: "Training", batch: "Batch", loss: float, norm: float) -> None:

@@ -23,9 +23,9 @@ from plainvit.evaluate.classify import classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.probe import logistic, search_logistic
 from plainvit.evaluate.statistics import describe_accuracy
-from plainvit.runtime.display import Display, readable, show_activity, tell
+from plainvit.runtime.display import Display, print_line, readable, show_activity
 from plainvit.runtime.folder import check_metrics
-from plainvit.runtime.sharding import release_gathered, shard_like
+from plainvit.runtime.parallel import release_gathered, shard_like
 from plainvit.train.finalize import FIRST, FIRST_RESULTS, copy_model, make_predictor, open_evaluation_set
 from plainvit.train.resume_check import has_valid_checksum
 from plainvit.train.time_budget import average_over_processes
@@ -74,7 +74,7 @@ def make_first(run: "Training", train: Source) -> dict[str, Any]:
             save(model, folder / "model.safetensors")
     run.folder.write(FIRST_RESULTS, results)
     run.world.barrier()  # nobody reads the files before they are written
-    tell(describe_first(results), quiet=run.quiet)
+    print_line(describe_first(results), quiet=run.quiet)
     return results
 
 
@@ -130,7 +130,7 @@ def fit_head(run: "Training", features: Tensor, labels: Tensor) -> tuple[Tensor,
         has_pair = int(torch.bincount(labels).max()) > 1
         fitted = search_logistic(features, labels, classes, L2)[0] if has_pair else None
         fitted = fitted or logistic(features, labels, classes, L2[len(L2) // 2])
-        packed[:, :-1] = (fitted.weights / fitted.std.unsqueeze(1)).T  # undo the standardisation of the features
+        packed[:, :-1] = (fitted.weights / fitted.std.unsqueeze(1)).T  # undo the standardization of the features
         packed[:, -1] = fitted.bias - (fitted.mean / fitted.std) @ fitted.weights
     packed = run.world.sum(packed.to(run.world.device)).float()  # the others contribute zeros
     return packed[:, :-1], packed[:, -1]

@@ -1,7 +1,7 @@
 """The training loop, the only one: pre-training, fine-tuning and self-supervision differ in what is passed to it.
 
 For each step: the next batch (prepared while the device worked on the last one), forward and backward pass, a guard
-that skips the update if the loss or the gradient is not finite, the update, and every so often a validation and a
+that skips the update if the loss or the gradient is NaN or Inf, the update, and every so often a validation and a
 checkpoint. Everything random in a step follows from (seed, step), so a resumed run equals, bit for bit, the run that
 was never stopped.
 """
@@ -35,9 +35,9 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
         catch_signals() as run.signals,
     ):
         if progress.step:
-            display.tell(f"resumed from step {progress.step}")
+            display.print_line(f"resumed from step {progress.step}")
         if run.is_compiled:
-            display.tell("compiling the model in the first step, which may take minutes")
+            display.print_line("compiling the model in the first step, which may take minutes")
         prefetcher = Prefetcher(run, batches)
         while progress.step < run.steps and not is_out_of_patience(run):
             line, stop_signal = take_step(run, prefetcher, display)
@@ -75,10 +75,10 @@ def take_step(run: "Training", prefetcher: Prefetcher, display: Display) -> tupl
     if not run.progress.micro_batch:
         run.progress.micro_batch = choose_micro_batch(run, tensors)
         if run.progress.micro_batch < len(tensors[0]):
-            display.tell(f"micro-batch {run.progress.micro_batch}: what fits into the device's memory")
+            display.print_line(f"micro-batch {run.progress.micro_batch}: what fits into the device's memory")
     pending = launch(run, tensors)
-    prepared = prefetcher.fill()  # meanwhile
-    waited += prepared if pending.is_done() else 0.0  # the device has waited for the batch if it is done already
+    fill_seconds = prefetcher.fill()  # while the device computes
+    waited += fill_seconds if pending.is_done() else 0.0  # the device has waited for the batch if it is done already
     loss, correct, norm, stop_signal = pending.read()
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     if is_finite:
@@ -107,25 +107,26 @@ def validate(run: "Training", display: Display) -> None:
     except NonFiniteError as error:  # training continues, or diverges by its own guard
         progress.worse += 1
         run.record({"step": progress.step, "val": {"non_finite": error.images}})
-        display.tell(f"{title}  {error}")
+        display.print_line(f"{title}  {error}")
         return
-    if score(metrics) > progress.best:
-        progress.best, progress.best_step, progress.worse = score(metrics), progress.step, 0
+    if validation_score(metrics) > progress.best:
+        progress.best, progress.best_step, progress.worse = validation_score(metrics), progress.step, 0
     else:
         progress.worse += 1
     run.record({"step": progress.step, "val": metrics})
-    words = "  ".join(format_metric(name, value) for name, value in metrics.items())
-    display.tell(f"{title}  {words}{'' if progress.worse else '  best so far'}")
+    text = "  ".join(format_metric(name, value) for name, value in metrics.items())
+    display.print_line(f"{title}  {text}{'' if progress.worse else '  best so far'}")
 
 
-def score(metrics: Mapping[str, float]) -> float:
-    """What validations are compared by, more being better: top-1, or the negative loss where there are no labels.
+def validation_score(metrics: Mapping[str, Any]) -> float:
+    """Higher is better: top-1, or the negative loss for runs without labels.
 
-    Logits that are not finite choose a class too: they score -inf.
+    -inf if the NLL is NaN or Inf (None in results.json), because top-1 is meaningless then.
     """
     if "top1" not in metrics:
         return -metrics["loss"]
-    return metrics["top1"] if math.isfinite(metrics.get("nll", 0.0)) else -math.inf
+    nll = metrics.get("nll", 0.0)
+    return metrics["top1"] if nll is not None and math.isfinite(nll) else -math.inf
 
 
 def is_out_of_patience(run: "Training") -> bool:

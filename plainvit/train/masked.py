@@ -52,13 +52,13 @@ class PredictPatches(MaskedViT):
         self.seed, self.rank = config.seed, rank
         self.initialise(torch.Generator().manual_seed(config.seed))
 
-    def prepare(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
+    def make_inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
         """(images, order) and, unless hidden patches are dropped, the source of each token."""
         count, device = len(batch.images), batch.images.device
         position = torch.arange(self.rank * count, (self.rank + 1) * count, device=device)  # in the global batch
         return batch.images, *self.hide(self.seed, torch.full_like(position, step), position)
 
-    def prepare_held_out(self, images: Tensor, index: np.ndarray) -> tuple[Tensor, ...]:
+    def make_held_out_inputs(self, images: Tensor, index: np.ndarray) -> tuple[Tensor, ...]:
         """The same for held-out images, whose masks depend on their index alone."""
         position = torch.from_numpy(index).to(images.device)
         return images, *self.hide(0, torch.full_like(position, -1), position)
@@ -89,11 +89,11 @@ class PredictPatches(MaskedViT):
         correct = (logits.argmax(-1) == targets).float().mean((1, 2)).sum()
         return F.cross_entropy(logits.flatten(0, 2), targets.flatten()), correct
 
-    def colours(self, images: Tensor, places: Tensor) -> Tensor:
+    def colours(self, images: Tensor, hidden: Tensor) -> Tensor:
         """The mean colour of each cell of each patch, as one of 512: [B, k, cells]."""
         (P, Q), c = self.model.config.patch, CELLS[self.masked.target]
-        x = take(patchify(images, (P, Q)), places)  # [B, k, 3*P*Q]
-        x = x.view(*places.shape, 3, c, P // c, c, Q // c)
+        x = take(patchify(images, (P, Q)), hidden)  # [B, k, 3*P*Q]
+        x = x.view(*hidden.shape, 3, c, P // c, c, Q // c)
         if x.dtype is torch.uint8:  # exact
             level = x.sum((4, 6), dtype=torch.int32) // (32 * (P // c) * (Q // c))
         else:
@@ -101,9 +101,9 @@ class PredictPatches(MaskedViT):
         r, g, b = level.long().flatten(3).unbind(2)  # each [B, k, c*c]
         return r * 64 + g * 8 + b
 
-    def pixels(self, images: Tensor, places: Tensor) -> Tensor:
+    def pixels(self, images: Tensor, hidden: Tensor) -> Tensor:
         """Normalized pixels, with --masked.normalise each patch by its own mean and std: [B, k, C*P*Q]."""
-        x = take(patchify(self.model.normalise(images), self.model.config.patch), places)
+        x = take(patchify(self.model.normalise(images), self.model.config.patch), hidden)
         if not self.masked.normalise:
             return x
         mean, std = patch_moments(x)
@@ -123,11 +123,11 @@ class PredictPatches(MaskedViT):
         filled = patches.scatter(1, hidden.unsqueeze(-1).expand_as(pixels), pixels)
         return self._image(patches), self._image(corrupted), self._image(filled)
 
-    def to_pixels(self, predicted: Tensor, images: Tensor, places: Tensor) -> Tensor:
+    def to_pixels(self, predicted: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
         """Predictions as pixels in [0, 1]: [B, k, C*P*Q]; normalized patches get their true mean and std."""
-        (B, k), (P, Q) = places.shape, self.model.config.patch
+        (B, k), (P, Q) = hidden.shape, self.model.config.patch
         if self.masked.target == "pixels":
-            x = take(patchify(self.model.normalise(images), (P, Q)), places)
+            x = take(patchify(self.model.normalise(images), (P, Q)), hidden)
             mean, std = patch_moments(x) if self.masked.normalise else (0.0, 1.0)
             channels = self.model.normalise
             x = (predicted * std + mean).view(B * k, -1, P, Q)
@@ -166,7 +166,7 @@ def evaluate_masked(
             sums[3] += len(batch.bad)
             if count:
                 with cast():
-                    loss, correct = objective(*objective.prepare_held_out(images, batch.index[good]))
+                    loss, correct = objective(*objective.make_held_out_inputs(images, batch.index[good]))
                 sums[:3] += torch.stack((loss * count, correct, torch.full_like(loss, count))).double()
     loss, correct, images, unreadable = world.sum(sums).tolist()
     if not images:
@@ -209,5 +209,5 @@ def draw_predictions(
     if images:
         batch = torch.stack(images).to(prepared.world.device)
         with eval_mode(objective), cast():
-            shown = objective.show(objective.prepare_held_out(batch, np.array(index)))
+            shown = objective.show(objective.make_held_out_inputs(batch, np.array(index)))
         draw_masked(folder, step, [part.cpu().numpy() for part in shown])

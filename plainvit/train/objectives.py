@@ -1,8 +1,9 @@
 """Objectives: a model with its loss. This one classifies labels; masked.py predicts hidden patches.
 
-The loop calls `prepare(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which returns the
-mean loss over the images and the number of correct predictions (NaN if there is no such number). A new loss is an entry
-of LOSSES and a name in `Config.loss`; a new objective a class, a name in `Config.objective`, and a line in setup.py.
+The loop calls `make_inputs(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which returns
+the mean loss over the images and the number of correct predictions (NaN if there is no such number). A new loss is an
+entry of LOSSES and a name in `Config.loss`; a new objective a class, a name in `Config.objective`, and a line in
+setup.py.
 """
 
 import torch
@@ -55,7 +56,7 @@ class Classify(nn.Module):
         self.register_buffer("weights", weights, persistent=False)
         self.teacher = [teacher] if teacher else []  # in a list, so that its weights are not the objective's
 
-    def prepare(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
+    def make_inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
         """(images, targets [B, K], labels), and with a teacher its predictions for the same images [B, K]."""
         augment = self.config.augment
         targets = soft_labels(batch.labels, self.classes, augment.smoothing)

@@ -6,13 +6,16 @@ The weights come from the capture of that step or from a checkpoint; batch, augm
 seed. Nothing is updated.
 """
 
+import contextlib
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
 
 from plainvit.config import Config, from_json
 from plainvit.data.splits import open_splits
@@ -67,40 +70,54 @@ def read_state(path: Path, step: int | None) -> tuple[dict[str, Tensor], dict[st
 
 
 def repeat_step(run: Training) -> dict[str, Any]:
+    """Forward and backward pass of the run's next step, with what they computed; changes no weights."""
     batch = next(run.loader.batches(run.progress.step, run.progress.step + 1))
-    tensors = run.objective.prepare(batch, run.progress.step)
-    non_finite: list[str] = []
-    hooks = [
-        module.register_forward_hook(lambda _, __, out, name=name: note_non_finite(name, out, non_finite))
-        for name, module in run.objective.model.named_modules()
-        if not any(module.children())
-    ]
+    tensors = run.objective.make_inputs(batch, run.progress.step)
     run.objective.train()
-    loss, _, norm, _ = launch(run, tensors).read()
-    for hook in hooks:
-        hook.remove()
+    with record_non_finite(run.objective.model) as modules:
+        loss, _, norm, _ = launch(run, tensors).read()
     norms = {name: float(p.grad.norm()) for name, p in run.objective.named_parameters() if p.grad is not None}
+    finite = {name: value for name, value in norms.items() if math.isfinite(value)}
     return {
         "loss": loss,
         "norm": norm,
-        "modules_not_finite": non_finite,
-        "gradients_not_finite": [name for name, norm in norms.items() if not norm < float("inf")],
-        "largest_gradients": dict(sorted(norms.items(), key=lambda item: -item[1])[:8]),
+        "modules_not_finite": modules,
+        "gradients_not_finite": [name for name in norms if name not in finite],
+        "largest_gradients": dict(sorted(finite.items(), key=lambda item: -item[1])[:8]),
         "images": [run.loader.source.name(int(index)) for index in batch.index],
     }
 
 
-def note_non_finite(name: str, out: object, names: list[str]) -> None:
-    if isinstance(out, Tensor) and out.is_floating_point() and name not in names and not out.isfinite().all():
-        names.append(name)
+@contextlib.contextmanager
+def record_non_finite(model: nn.Module) -> Iterator[list[str]]:
+    """Names of the modules whose output has NaN or Inf, in the order of the forward pass."""
+    names: list[str] = []
+
+    def check(name: str, output: object) -> None:
+        if name in names or not isinstance(output, Tensor) or not output.is_floating_point():
+            return
+        if not output.isfinite().all():
+            names.append(name)
+
+    hooks = [
+        module.register_forward_hook(lambda _, __, output, name=name: check(name, output))
+        for name, module in model.named_modules()
+        if not any(module.children())
+    ]
+    try:
+        yield names
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def table(report: dict[str, Any]) -> RenderableType:
     """The result of `replay` for the terminal."""
     rows = {"loss": f"{report['loss']:.6g}", "gradient norm": f"{report['norm']:.6g}"}
-    for key, words in (("modules_not_finite", "output"), ("gradients_not_finite", "gradient")):
-        names = report[key]
-        rows[f"{words} not finite"] = f"{names[0]} (first of {len(names)})" if names else "none"
+    modules, gradients = report["modules_not_finite"], report["gradients_not_finite"]
+    rows["non-finite outputs"] = f"{len(modules)}, the first of {modules[0]}" if modules else "none"
+    # The backward pass goes from the loss to the first layers, so it meets the last parameter in model order first
+    rows["non-finite gradients"] = f"{len(gradients)}, nearest to the loss {gradients[-1]}" if gradients else "none"
     rows |= {f"|gradient| of {name}": f"{norm:.4g}" for name, norm in report["largest_gradients"].items()}
     shown = Table(box=None, pad_edge=False, show_header=False)
     for row in rows.items():

@@ -42,11 +42,11 @@ def check_config(config: Config, old: Config, folder: Folder, *, force: bool, is
     changed = {name: both for name, both in differences(old, config).items() if name not in Config.OPERATIONAL}
     if not changed:
         return
-    words = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changed.items())
+    changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changed.items())
     if not force:
-        raise ValueError(f"{folder.path} holds a run with another config ({words}): give another --out, or --force")
+        raise ValueError(f"{folder.path} holds a run with another config ({changes}): give another --out, or --force")
     if is_finished:
-        raise ValueError(f"{folder.path} is finished, with another config ({words}): give another --out")
+        raise ValueError(f"{folder.path} is finished, with another config ({changes}): give another --out")
 
 
 def check_inputs(config: Config, splits: Splits, folder: Folder, *, force: bool) -> None:

@@ -18,11 +18,11 @@ from plainvit.analyse.report import write_report
 from plainvit.config import Config, Model, ResNetConfig, to_json
 from plainvit.data.known import SETS
 from plainvit.data.splits import Splits, find_data_problems, open_splits
-from plainvit.disk import exit_code
+from plainvit.errors import exit_code
 from plainvit.models import ResNet, ViT
 from plainvit.names import SIZES
 from plainvit.recipes import list_recipes, recipe
-from plainvit.runtime.display import readable, show_activity, tell
+from plainvit.runtime.display import print_line, readable, show_activity
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
 from plainvit.runtime.folder import Folder, describe_changes, environment, read_results
 from plainvit.train.finalize import finalize
@@ -90,11 +90,13 @@ def fit(
     try:
         with raise_lost_peer(world):
             with show_activity(f"reading the list of images of {config.data}", quiet=quiet or not world.is_main):
-                config, splits = world.agree(lambda: open_run(config, options), lambda both: identify(*both))
+                config, splits = world.run_on_all_ranks(
+                    lambda: open_run(config, options), lambda both: default_name(both[0]) + str(both[1].describe)
+                )
             if search:
                 check_search(config)
             path = Path(out) if out else Path("runs") / default_name(config)
-            with world.agree(lambda: Folder(path, writes=world.is_main)) as folder:
+            with world.run_on_all_ranks(lambda: Folder(path, writes=world.is_main)) as folder:
                 if search:
                     config = search_in(world, folder, config, options)
                 fitted = run_in(world, folder, config, splits, options)
@@ -117,10 +119,6 @@ def open_run(config: Config, options: Options) -> tuple[Config, Splits]:
     return resolve(config, splits), splits
 
 
-def identify(config: Config, splits: Splits) -> str:
-    return default_name(config) + str(splits.describe)
-
-
 def check_recipe(config: Config) -> None:
     """Raises ValueError if the recipe is tuned for a known dataset and another one is given."""
     if config.recipe not in list_recipes():
@@ -128,8 +126,8 @@ def check_recipe(config: Config) -> None:
     tuned, given = recipe(config.recipe).data, config.data.partition(":")[0]  # digits:01234 is a part of digits
     known = (*SETS, "digits")
     if tuned in known and given != tuned and (given in known or tuned == "digits"):
-        words = f"recipe {config.recipe!r} is tuned for {tuned}, not for {config.data}"
-        raise ValueError(f"{words}: choose another from `plainvit recipes '*'`, or give --force")
+        problem = f"recipe {config.recipe!r} is tuned for {tuned}, not for {config.data}"
+        raise ValueError(f"{problem}: choose another from `plainvit recipes '*'`, or give --force")
 
 
 def default_name(config: Config) -> str:
@@ -152,18 +150,18 @@ def search_in(world: World, folder: Folder, config: Config, options: Options) ->
 def run_in(world: World, folder: Folder, config: Config, splits: Splits, options: Options) -> Fitted:
     """The run itself. However it ends, status.json says so; what is invalid at the start leaves nothing behind."""
     bare, force = options.bare, options.force
-    is_finished = world.agree(lambda: check_resumable(config, splits, folder, force=force, bare=bare))
+    is_finished = world.run_on_all_ranks(lambda: check_resumable(config, splits, folder, force=force, bare=bare))
     world.barrier()  # all have read the folder before the main process writes into it
     if is_finished:
         log.warning("%s is finished: nothing to do", folder.path)
         return Fitted(folder.path, read_results(folder.path), load(folder.path / "model.safetensors"))
     is_quiet = options.quiet or not world.is_main
     with show_activity("loading the model and the images", quiet=is_quiet):
-        run = world.agree(
+        run = world.run_on_all_ranks(
             lambda: build_training(config, splits, folder, quiet=is_quiet, world=world, force=options.force)
         )
     if not is_quiet:
-        tell(describe_plan(config, splits))
+        print_line(describe_plan(config, splits))
         for problem, fix in find_data_problems(config, splits):
             log.warning("%s: %s", problem, fix)
     if len(set(world.gather_strings(run.loader.mode))) > 1:  # each process chose by the memory that it has
@@ -226,9 +224,9 @@ def write_end(run: Training, error: BaseException, report: bool) -> None:
     was_stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt | Terminated)
     state = "interrupted" if was_stopped else "diverged" if isinstance(error, DivergedError) else "failed"
     usual = 130 if was_stopped else exit_code(error) if isinstance(error, ValueError | OSError) else 1
-    words, kind = str(error).partition("\n")[0], type(error).__name__
-    is_plain = words and isinstance(error, ValueError | OSError | Terminated)
-    reason = words if is_plain else f"{kind}: {words}".removesuffix(": ")
+    message, kind = str(error).partition("\n")[0], type(error).__name__
+    is_plain = message and isinstance(error, ValueError | OSError | Terminated)
+    reason = message if is_plain else f"{kind}: {message}".removesuffix(": ")
     code = getattr(error, "exit_code", usual)
     if isinstance(error, LostError):  # the main process may be the one that is gone
         run.folder.writes |= run.folder.read("status.json").get("state") == "running"

@@ -26,7 +26,7 @@ def learning_rate(optim: Optim, step: int, steps: int, asked: int = 0) -> float:
         case "rsqrt":
             lr = optim.lr / math.sqrt(1 + max(step - warmup, 0) / optim.timescale)
         case "steps":  # fractions of the whole run, warm-up included (BiT)
-            lr = optim.lr * 0.1 ** sum(step >= share * steps for share in optim.milestones)
+            lr = optim.lr * 0.1 ** sum(step >= fraction * steps for fraction in optim.milestones)
     if warmup:
         lr *= min(1.0, step / warmup)
     if cooldown:

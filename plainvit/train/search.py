@@ -9,7 +9,7 @@ from plainvit.config import Config
 from plainvit.data.splits import Splits, open_splits
 from plainvit.evaluate.grid import choose_best, warn_at_edge
 from plainvit.train.guards import DivergedError
-from plainvit.train.loop import score
+from plainvit.train.loop import validation_score
 
 log = logging.getLogger("plainvit")
 
@@ -41,7 +41,7 @@ def search_rates(config: Config, run: Callable[[Config, Splits, float], dict[str
             continue
         value = f"{metrics['top1']:.2%}" if "top1" in metrics else f"loss {metrics['loss']:.4f}"
         log.warning("search: lr %g gives %s on held-out images", lr, value)
-        scores[lr] = score(metrics), -metrics.get("nll", 0.0)
+        scores[lr] = validation_score(metrics), -(metrics.get("nll") or 0.0)
     best = choose_best(scores)
     if scores[best][0] == -math.inf:
         raise DivergedError("every rate of --optim.grid diverges: give lower ones")

@@ -19,10 +19,10 @@ from plainvit.planning.devices import H200
 from plainvit.planning.plan import describe_step
 from plainvit.planning.step_time import EAGER, step_seconds
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.display import readable, tell
+from plainvit.runtime.display import print_line, readable
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
-from plainvit.runtime.sharding import replicate, shard
+from plainvit.runtime.parallel import replicate, shard
 from plainvit.runtime.track import tracker
 from plainvit.train.finalize import make_predictor, open_evaluation_set
 from plainvit.train.graphs import Graph, GraphedGradients, can_use_graphs
@@ -60,7 +60,7 @@ def build_training(
     loader = build_loader(config, splits, folder, world, force=force)
     compiles, note = choose_compile(config, world.device, world.size)
     if note:
-        tell(note, quiet=quiet or not world.is_main)
+        print_line(note, quiet=quiet or not world.is_main)
     gradients = build_gradients(config, objective, optimizers, world, compiles=compiles)
     validation = open_evaluation_set(config, splits.val, world) if splits.val else None
     return Training(
@@ -196,8 +196,8 @@ def choose_compile(config: Config, device: str, processes: int = 1) -> tuple[boo
     saved = steps * seconds * ((NARROW_GAIN if is_narrow else GAIN) - 1)
     if saved > COMPILE_SECONDS:
         return True, ""
-    words = f"not compiled: {steps:,.0f} steps would save about {readable(saved)}"
-    return False, f"{words}, compiling takes about {readable(COMPILE_SECONDS)} (--compile on compiles anyway)"
+    note = f"not compiled: {steps:,.0f} steps would save about {readable(saved)}"
+    return False, f"{note}, compiling takes about {readable(COMPILE_SECONDS)} (--compile on compiles anyway)"
 
 
 def choose_compiler_options(config: Config) -> dict[str, Any] | None:

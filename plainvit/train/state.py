@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plainvit.config import Config
 from plainvit.device import choose_precision
-from plainvit.runtime.sharding import shard_like
+from plainvit.runtime.parallel import shard_like
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Loader
@@ -122,8 +122,8 @@ class Training:
             self.optimizers.load(select(tensors, "optimizer."), updates=progress.step - progress.skipped)
         except (KeyError, TypeError, ValueError) as error:
             path = self.checkpoints.folder / f"step-{state['step']:08d}"
-            words = f"the checkpoint {path} does not match this run: {error}; delete it, or give another --out"
-            raise ValueError(words) from error
+            message = f"the checkpoint {path} does not match this run: {error}; delete it, or give another --out"
+            raise ValueError(message) from error
         self.progress = progress
 
 
@@ -131,9 +131,9 @@ def resume(run: Training) -> None:
     """Restores the newest valid checkpoint, the same one in all processes, and sets newer, damaged ones aside."""
     run.world.barrier()  # nobody reads while another process still writes or deletes
     checkpoint = run.checkpoints.newest()
-    run.world.agree(lambda: checkpoint or ({}, {}), lambda loaded: str(loaded[1].get("step")))
+    run.world.run_on_all_ranks(lambda: checkpoint or ({}, {}), lambda loaded: str(loaded[1].get("step")))
     if checkpoint:
-        run.world.agree(lambda: run.restore(*checkpoint) or True)
+        run.world.run_on_all_ranks(lambda: run.restore(*checkpoint) or True)
     run.set_length(run.progress.length if run.config.hours else None)
     if run.config.micro_batch:
         run.progress.micro_batch = run.config.micro_batch

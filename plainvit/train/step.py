@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from plainvit.runtime.sharding import full_tensor
+from plainvit.runtime.parallel import full_tensor
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch
@@ -38,7 +38,7 @@ class Prefetcher:
         if self.ready is None and self.step < self.run.steps:
             try:
                 batch = next(self.batches)
-                self.ready = batch, self.run.objective.prepare(batch, self.step)
+                self.ready = batch, self.run.objective.make_inputs(batch, self.step)
             except Exception as error:
                 self.failure = error
             self.step += 1

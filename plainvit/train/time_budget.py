@@ -49,9 +49,11 @@ class TimeBudget:
         if steps == run.steps or (0 < change < LEAST_CHANGE and not is_last):
             return
         if abs(change) >= LEAST_CHANGE:
-            words = f"--hours {run.config.hours:g} allows {steps} steps instead of {run.steps}, {self.pace:.2g} s each"
+            message = (
+                f"--hours {run.config.hours:g} allows {steps} steps instead of {run.steps}, {self.pace:.2g} s each"
+            )
             few = ", too few to learn much" if steps < min(USEFUL_STEPS, run.config.steps) else ""
-            display.tell(words + few)
+            display.print_line(message + few)
         run.set_length(steps)
         display.total = steps
 

@@ -77,8 +77,8 @@ def check_classes(config: Config, splits: Splits) -> None:
     count, present = len(splits.classes), len(np.unique(splits.train.labels))
     if count < 2 or present < 2:
         name = splits.classes[int(splits.train.labels[0])]
-        words = f"has training images of one class ({name!r})" if count > 1 else f"has one class ({name!r})"
-        raise DataError(f"{config.data} {words}, but training needs two or more: one folder of images for each class")
+        problem = f"has training images of one class ({name!r})" if count > 1 else f"has one class ({name!r})"
+        raise DataError(f"{config.data} {problem}, but training needs two or more: one folder of images for each class")
 
 
 def choose_cpu_defaults(config: Config) -> Config:
@@ -135,39 +135,40 @@ def hash_init(config: Config) -> str:
     path = weights_path(config.init)
     if not path.exists():
         raise ValueError(f"--init {path}: there is no such file or folder")
-    found = ([*path.glob(f"*.{kind}")] for kind in ("safetensors", "bin", "pth"))  # in the order of `load`
-    files = sorted(next(filter(None, found), [])) if path.is_dir() else [path]
+    weights = ([*path.glob(f"*.{kind}")] for kind in ("safetensors", "bin", "pth"))  # in the order of `load`
+    files = sorted(next(filter(None, weights), [])) if path.is_dir() else [path]
     return hashlib.sha256("".join(file_hash(file) for file in files).encode()).hexdigest()[:16]
 
 
 def make_initial_model(config: Config, splits: Splits) -> ViT | ResNet:
     """New weights drawn from the seed, or those of init."""
-    wanted = config.model
-    assert wanted
+    assert config.model
     assert config.preprocess
-    model = build(wanted)
+    model = build(config.model)
     if config.init:
-        model.load_state_dict(load_init(config, wanted, splits).state_dict())
+        model.load_state_dict(load_init(config, config.model, splits).state_dict())
     else:
         model.initialise(torch.Generator().manual_seed(config.seed))
     if config.head_bias and config.head == "zero" and model.head is not None:
         nn.init.constant_(model.head.bias, config.head_bias)
-    model.about = About(preprocess=config.preprocess, class_names=splits.classes if wanted.classes else ())
+    model.about = About(preprocess=config.preprocess, class_names=splits.classes if config.model.classes else ())
     return model
 
 
-def load_init(config: Config, wanted: Model, splits: Splits) -> ViT | ResNet:
-    """init's model. Raises ValueError if it is another model than `wanted`."""
-    model = load(config.init, image_size=wanted.image_size)
+def load_init(config: Config, expected: Model, splits: Splits) -> ViT | ResNet:
+    """init's model. Raises ValueError if it is another model than `expected`."""
+    model = load(config.init, image_size=expected.image_size)
     if config.head != "keep":
-        model.replace_head(wanted.classes)
+        model.replace_head(expected.classes)
     elif model.about.class_names and model.about.class_names != splits.classes:
-        words = describe_other_class(model.about.class_names, splits.classes, config.data)
-        raise DataError(f"{config.init} {words}: use --head zero")
-    odd = {name: both for name, both in differences(model.config, wanted).items() if name not in FREE}
-    if odd:
-        words = ", ".join(f"it has {name} {has}, not {asked}" for name, (has, asked) in odd.items())
-        raise ValueError(f"{config.init} is not the model asked for: {words}; leave out --model, or give other weights")
+        problem = describe_other_class(model.about.class_names, splits.classes, config.data)
+        raise DataError(f"{config.init} {problem}: use --head zero")
+    changed = {name: both for name, both in differences(model.config, expected).items() if name not in FREE}
+    if changed:
+        problem = ", ".join(f"it has {name} {has}, not {asked}" for name, (has, asked) in changed.items())
+        raise ValueError(
+            f"{config.init} is not the model asked for: {problem}; leave out --model, or give other weights"
+        )
     return model
 
 
@@ -184,8 +185,8 @@ def load_teacher(config: Config, classes: tuple[str, ...]) -> ViT | ResNet:
     if count != len(classes):
         raise DataError(f"--teacher {config.teacher} has {count} classes, but the data has {len(classes)}")
     if names and names != classes:
-        words = f"--teacher {config.teacher} {describe_other_class(names, classes, config.data)}"
+        problem = f"--teacher {config.teacher} {describe_other_class(names, classes, config.data)}"
         if set(names) == set(classes):
-            raise DataError(f"{words}: it has the same classes in another order")
-        log.warning("%s: the classes are matched by their order", words)  # such as n01440764 and tench
+            raise DataError(f"{problem}: it has the same classes in another order")
+        log.warning("%s: the classes are matched by their order", problem)  # such as n01440764 and tench
     return teacher.eval().requires_grad_(False)
