@@ -279,7 +279,9 @@ def test_values_too_large_for_the_dtype_are_errors(tmp_path: Path, dtype: torch.
     values["norm.weight"][0] = 1e300
     path = store("timm", values, tmp_path)
     assert isinstance(load_or_error(path, dtype=None, **HINTS), nn.Module)
-    expect_error(path, dtype=dtype, **HINTS)
+    said = expect_error(path, dtype=dtype, **HINTS)
+    assert "norm.weight" in said
+    assert "1e+300" in said
 
 
 def test_two_names_for_one_weight_are_an_error(tmp_path: Path) -> None:
@@ -392,15 +394,26 @@ def test_object_arrays_are_not_unpickled(tmp_path: Path, compressed: bool, struc
     assert not marker.exists()
 
 
-def test_torchscript_archive_is_an_error(tmp_path: Path) -> None:
-    """It has the same suffix and the same zip as weights; its code is never run."""
-    path = tmp_path / "m.pth"
-    torch.save(valid_weights("timm"), path)
-    with zipfile.ZipFile(path, "a") as archive:
-        root = archive.namelist()[0].split("/")[0]
-        for name, data in {"constants.pkl": pickle.dumps(()), "code/__torch__.py": b"import os"}.items():
-            archive.writestr(f"{root}/{name}", data)
-    expect_error(path, **HINTS)
+# PyTorch zip files that PyTorch does not write: TorchScript, whose code is never run, and packed records
+ARCHIVES_OF_TORCH: dict[str, tuple[dict[str, bytes], int]] = {
+    "TorchScript": ({"constants.pkl": pickle.dumps(()), "code/__torch__.py": b"import os"}, zipfile.ZIP_STORED),
+    "compressed": ({}, zipfile.ZIP_DEFLATED),
+}
+
+
+@pytest.mark.parametrize(("added", "how"), ARCHIVES_OF_TORCH.values(), ids=ARCHIVES_OF_TORCH)
+def test_other_archive_of_pytorch_is_right_or_an_error(tmp_path: Path, added: dict[str, bytes], how: int) -> None:
+    torch.save(valid_weights("timm"), tmp_path / "plain")
+    with zipfile.ZipFile(tmp_path / "plain") as old, zipfile.ZipFile(tmp_path / "m.pth", "w", how) as new:
+        members = {name: old.read(name) for name in old.namelist()}
+        root = next(iter(members)).split("/")[0]
+        for name, data in (members | {f"{root}/{name}": data for name, data in added.items()}).items():
+            new.writestr(name, data)
+    loaded = load_or_error(tmp_path / "m.pth", **HINTS)
+    if added:
+        assert isinstance(loaded, str)
+    elif not isinstance(loaded, str):
+        assert torch.equal(loaded.blocks[0].mlp.fc1.weight, valid_weights("timm")["blocks.0.mlp.fc1.weight"])
 
 
 def looped() -> dict[str, Any]:
@@ -436,12 +449,15 @@ def test_pytorch_file_without_a_state_dict_is_an_error(
     expect_error(path, **HINTS)
 
 
+SPELT_777 = b"M\x09\x03"  # 777 in a pickle
+
+
 def overstated(path: Path) -> Path:
     """A PyTorch file of before 1.6 whose storage claims 2^31 numbers and has 777."""
     legacy({"norm.bias": torch.zeros(777)}, path)
     data = path.read_bytes()
-    assert data.count(b"M\x09\x03") >= 1  # 777 as pickle spells it
-    path.write_bytes(data.replace(b"M\x09\x03", b"J\xff\xff\xff\x7f"))
+    assert SPELT_777 in data
+    path.write_bytes(data.replace(SPELT_777, b"J\xff\xff\xff\x7f"))
     return path
 
 
@@ -499,19 +515,29 @@ def test_false_npy_header_is_an_error(tmp_path: Path, name: str, how: int) -> No
 
 def bomb(path: Path, size: int = 600 * 2**20) -> Path:
     """One honest member of `size` zeros, packed a thousandfold, written in pieces."""
-    piece = bytes(2**20)
-    with (
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed,
-        packed.open("embedding/kernel.npy", "w", force_zip64=True) as stream,
-    ):
-        stream.write(member((size // 4,), b""))
-        for _ in range(size // 2**20):
-            stream.write(piece)
+    piece, count = bytes(2**20), size // 4
+    if path.suffix == ".npz":
+        others, name, start = {}, "embedding/kernel.npy", member((count,), b"")
+    else:
+        torch.save({"norm.bias": torch.zeros(777)}, path)
+        with zipfile.ZipFile(path) as plain:
+            others = {name: plain.read(name) for name in plain.namelist()}
+        name, start = next(name for name in others if name.endswith("data/0")), b""
+        others = {key: data.replace(SPELT_777, b"J" + struct.pack("<I", count)) for key, data in others.items()}
+        del others[name]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed:
+        for key, data in others.items():
+            packed.writestr(key, data)
+        with packed.open(name, "w", force_zip64=True) as stream:
+            stream.write(start)
+            for _ in range(size // 2**20):
+                stream.write(piece)
     return path
 
 
-def test_zip_bomb_is_an_error(tmp_path: Path) -> None:
-    path = bomb(tmp_path / "m.npz")
+@pytest.mark.parametrize("suffix", [".npz", ".pth"])
+def test_zip_bomb_is_an_error(tmp_path: Path, suffix: str) -> None:
+    path = bomb(tmp_path / f"m{suffix}")
     assert path.stat().st_size < 2**23
     assert "unpack" in expect_error(path)
 
@@ -819,6 +845,7 @@ NONSENSE: dict[tuple[str, str, str], tuple[Any, ...]] = {
     (*CONFIGS[4], "config.registers"): (10**15,),
     (*CONFIGS[4], "config.image_size"): ([8 * 10**9, 8 * 10**9],),
     (*CONFIGS[4], "config.patch"): ([0, 0],),
+    (*CONFIGS[4], "config.rotary_grid"): (0, -16, 1.5, "x"),
     (*CONFIGS[4], "config.norm_eps"): ("tiny", None, -1.0, NAN),
     (*CONFIGS[4], "config.mean"): ([NAN] * 3, ["a", "b", "c"], None),
     (*CONFIGS[4], "config.dropout"): ("much", NAN),
@@ -967,6 +994,7 @@ def liars(folder: Path) -> Iterator[Path]:
     """Files of a few kB to MB that claim gigabytes."""
     yield archive(folder / "header.npz", {"embedding/kernel": member((8, 8, 3, 10**9), BIAS)})
     yield bomb(folder / "bomb.npz")
+    yield bomb(folder / "bomb.pth")
     stretched = {"patch_embed.proj.weight": torch.ones(1).expand(10**7, 3, 8, 8)}
     torch.save(valid_weights("timm") | stretched, folder / "stretched.pth")
     yield folder / "stretched.pth"
