@@ -333,9 +333,17 @@ def test_dropping_pre_logits_drops_the_head(tmp_path: Path, format_: str, caplog
     assert "dropped pre_logits, and the head that reads it" in caplog.text
 
 
-@pytest.mark.parametrize("format_", ["google", "transformers", "torchvision"])
-def test_dropped_layer_scale_is_merged_into_the_layers_before(tmp_path: Path, format_: str) -> None:
-    model = (tanh if format_ == "google" else exact)(layer_scale=0.1)()
+AIMV2: dict[str, Any] = {"norm_kind": "rms", "norm_embedding": "patches", "block_bias": "none", "gated": True}
+AIMV2 |= {"pool": "average", "class_token": False, "posemb_prefix": "none", "activation": "silu", "classes": 0}
+
+
+@pytest.mark.parametrize(
+    ("format_", "settings"), [("google", {}), ("transformers", {}), ("transformers", AIMV2), ("torchvision", {})]
+)
+def test_dropped_layer_scale_is_merged_into_the_layers_before(
+    tmp_path: Path, format_: str, settings: dict[str, Any]
+) -> None:
+    model = (tanh if format_ == "google" else exact)(layer_scale=0.1, **settings)()
     found = dropped(model, tmp_path, format_, "layer_scale")
     images = tiny.images(size=(32, 32))
     with torch.inference_mode():
