@@ -28,7 +28,7 @@ from plainvit.models.fast.fp8 import (
     Fp8Linear,
     convert_to_fp8,
     emulate_matmul,
-    product,
+    matmul,
     quantize,
     use_fp8,
 )
@@ -97,7 +97,7 @@ def test_rows_of_zeros_and_of_tiny_numbers() -> None:
     assert q[0].float().abs().max() == 0
     assert q[1].float().unique().tolist() == [448]
     weight, bias = draw(16, 32), draw(1, 16)[0]
-    found = product(q, quantize(weight)[0], (scale, quantize(weight)[1]), bias, fast=True)
+    found = matmul(q, quantize(weight)[0], (scale, quantize(weight)[1]), bias, fast=True)
     assert torch.equal(found[0], bias)
 
 
@@ -246,7 +246,7 @@ def test_inaccurate_fp8_choice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> N
     """fp8 may lie further off than bf16, but not anywhere: here emulated, and as wrong as by a forgotten scale."""
     monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN,))
     monkeypatch.setattr(inference, "convert_to_fp8", lambda model: convert_to_fp8(model, torch.float32))
-    monkeypatch.setattr(inference, "time_calls", lambda calls, _: {choice: [choice is PLAIN] for choice in calls})
+    monkeypatch.setattr(inference, "time_choices", lambda calls, _: {choice: [choice is PLAIN] for choice in calls})
     eager = inference.Choice("fp8", "eager")
     config = configure("ViT-Ti/16", image_size=64)
     assert inference.measure(config, 4, CPU, (eager,)) == eager
@@ -284,7 +284,7 @@ def test_the_explanation_names_old_gpus_and_failing_kernels(monkeypatch: pytest.
 
     with FakeTensorMode():  # as if there were one: the trial's own tensors are checked, and nothing is computed
         assert fp8.explain_unsupported("cuda") == ""
-        monkeypatch.setattr(fp8, "product", failing)
+        monkeypatch.setattr(fp8, "matmul", failing)
         found = fp8.explain_unsupported("cuda")
     assert "CUBLAS_STATUS_NOT_SUPPORTED" in found
     assert "\n" not in found
@@ -312,7 +312,7 @@ def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None
     assert not fp8.explain_unsupported("cuda")
     (a, rows), (b, columns) = quantize(draw(M, K, spread=1.0).cuda()), quantize(draw(N, K, seed=1).cuda())
     bias = draw(1, N)[0].cuda()
-    found = product(a, b, (rows, columns), bias, fast=fast)
+    found = matmul(a, b, (rows, columns), bias, fast=fast)
     right = emulate_matmul(a, b, (rows, columns), bias.bfloat16())
     assert found.dtype is torch.bfloat16
     assert relative_error(found.float(), right.double()) < (2e-2 if fast else 3e-3), "rounding of bf16 and of fast sums"

@@ -141,10 +141,10 @@ def _resample_geometric(table: Tensor, old: tuple[int, int], new: tuple[int, int
         offsets = torch.arange(after, dtype=torch.float64) - after // 2
         right = torch.bucketize(offsets, points).clamp(min(1, before - 1), before - 1)
         left = (right - 1).clamp(0)
-        share = ((offsets - points[left]) / (points[right] - points[left])).nan_to_num(0).clamp(0, 1)
+        fraction = ((offsets - points[left]) / (points[right] - points[left])).nan_to_num(0).clamp(0, 1)
         matrix = torch.zeros(after, before, dtype=torch.float64)
-        matrix[torch.arange(after), right] = share
-        matrix[torch.arange(after), left] = 1 - share
+        matrix[torch.arange(after), right] = fraction
+        matrix[torch.arange(after), left] = 1 - fraction
         matrices.append(matrix.to(table.device))
     grid = torch.einsum("ah,bw,hwd->abd", *matrices, table.double().view(*old, -1))  # [2h'-1, 2w'-1, H]
     return grid.flatten(0, 1).to(table.dtype)
