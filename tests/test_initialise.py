@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peers import from_timm, from_timm_resnet
 from scipy import stats
 from timm.layers import HybridEmbed, StdConv2d
 from timm.models.deit import VisionTransformerDistilled
@@ -24,6 +23,8 @@ from torch import Tensor, nn
 import plainvit
 from plainvit.models import build
 from plainvit.names import configure
+from plainvit.weights.layout import emit
+from plainvit.weights.timm import layout_for
 
 D, M, DEPTH = 96, 160, 2
 SHAPE: dict[str, Any] = {"width": D, "mlp_dim": M, "depth": DEPTH, "heads": 3, "image_size": (32, 48)}
@@ -187,8 +188,8 @@ def test_timm_scheme_has_the_distributions_of_timm(case: str) -> None:
     """Constants are equal, and random tensors look drawn from one distribution."""
     make, ours = CASES[case]
     torch.manual_seed(0)
-    theirs = (from_timm_resnet if case == "BiT" else from_timm)(make().state_dict())
-    weights = ours().state_dict()
+    theirs, model = make().state_dict(), ours()
+    weights = emit(layout_for(model.config), model.state_dict(), model.config)
     assert weights.keys() == theirs.keys()
     assert [name for name, x in weights.items() if not alike(x, theirs[name])] == []
 

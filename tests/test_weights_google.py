@@ -382,7 +382,9 @@ def test_file_has_google_numerics(tmp_path: Path) -> None:
 HYBRIDS: dict[str, tuple[tuple[int, ...], int, tuple[int, int], bool]] = {
     "two stages": ((1, 2), 1, (32, 32), False),
     "two stages, old": ((1, 2), 1, (32, 32), True),
-    "three stages": ((2, 1, 1), 1, (64, 64), False),
+    "three stages": ((2, 1, 1), 1, (80, 48), False),
+    "patches of two cells": ((1,), 2, (24, 40), False),
+    "stem only, patches of one cell": ((), 1, (20, 36), False),
     "stem only: 32 pixels per token, despite the name R+Ti/16": ((), 8, (64, 64), False),
     "maps of odd sides, whose SAME padding is uneven": ((1, 1), 1, (24, 40), False),
 }
@@ -472,7 +474,9 @@ def test_fixed_positions(tmp_path: Path, size: tuple[int, int], caplog: pytest.L
     ("blocks", "conv", "size"),
     [
         ((2, 1), "standardized_conv2d", (32, 32)),
-        ((2, 1), "standardized_conv2d_7", (33, 47)),
+        ((2, 1, 1), "standardized_conv2d_7", (33, 47)),
+        ((2, 1, 1), "standardized_conv2d", (50, 31)),
+        ((2, 1, 1), "standardized_conv2d", (7, 9)),
         ((11,), "standardized_conv2d", (16, 16)),  # zero-padded numbers: unit02 comes before unit10
     ],
 )
