@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import plainvit
 from plainvit.models.fast import accelerate, modules
 from plainvit.models.fast import attention as ours
-from plainvit.models.fast.attention import LARGE, Launch, fits, is_faster, short_attention, split, unfit
+from plainvit.models.fast.attention import LARGE, Launch, explain_unfit, is_faster, short_attention, split
 
 LENGTHS = (1, 5, 17, 64, 65, 129, 196, 197, 256, 257, 288)
 
@@ -281,12 +281,12 @@ def test_unfit_names_the_unsupported_property() -> None:
     half = {"device": "cuda", "dtype": torch.bfloat16}
     with FakeTensorMode(allow_non_fake_inputs=True):
         reasons = {
-            "float32": unfit(torch.empty(2, 197, 2304, device="cuda"), 12),
-            "289 tokens": unfit(torch.empty(2, 289, 2304, **half), 12),
-            "0 tokens": unfit(torch.empty(2, 0, 2304, **half), 12),
-            "width 48": unfit(torch.empty(2, 197, 3 * 48, **half), 1),
-            "2305": unfit(torch.empty(2, 197, 2305, **half), 12),
-            "(197, 2304)": unfit(torch.empty(197, 2304, **half), 12),
+            "float32": explain_unfit(torch.empty(2, 197, 2304, device="cuda"), 12),
+            "289 tokens": explain_unfit(torch.empty(2, 289, 2304, **half), 12),
+            "0 tokens": explain_unfit(torch.empty(2, 0, 2304, **half), 12),
+            "width 48": explain_unfit(torch.empty(2, 197, 3 * 48, **half), 1),
+            "2305": explain_unfit(torch.empty(2, 197, 2305, **half), 12),
+            "(197, 2304)": explain_unfit(torch.empty(197, 2304, **half), 12),
         }
     for words, reason in reasons.items():
         assert words in (reason or "")
@@ -302,7 +302,7 @@ def test_qkv_gradients_of_a_model(interpreter: Interpreter) -> None:
 
 
 def test_small_inputs_use_pytorch_unless_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "fits", lambda *_: True)  # as on a GPU
+    monkeypatch.setattr(ours, "explain_unfit", lambda *_: None)  # as on a GPU
     small, large = torch.empty(1, 8, 192), torch.empty(LARGE // 192 + 1, 1, 192, device="meta")
     assert (is_faster(small, 1), is_faster(large, 1)) == (False, True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -352,7 +352,7 @@ def rms(found: Tensor, expected: Tensor) -> float:
 def test_gpu_error_is_at_most_1_5_times_flash_attention(tokens: int, width: int, dtype: torch.dtype) -> None:
     """Root mean square errors of tokens, dQ, dK and dV against float64: at most 1.5 times those of flash."""
     qkv, grad = make_inputs(tokens, width, dtype=dtype)
-    assert fits(qkv, 4)
+    assert explain_unfit(qkv, 4) is None
     expected = exact_gradients(qkv, grad, 4)
     errors = []
     for attend in (short_attention, peer):

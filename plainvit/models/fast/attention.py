@@ -86,20 +86,15 @@ class Packed(NamedTuple):
     device: torch.device
 
 
-def fits(qkv: Tensor | Packed, heads: int) -> bool:
-    """Whether short_attention supports this qkv [B, N, 3D]."""
-    return unfit(qkv, heads) is None
-
-
 def is_faster(qkv: Tensor | Packed, heads: int) -> bool:
     """Whether short_attention supports this qkv and is faster than PyTorch's attention.
 
     Python needs longer to launch a Triton kernel, so in eager code only large inputs gain; compiled code always does.
     """
-    return (torch.compiler.is_compiling() or math.prod(qkv.shape) >= LARGE) and fits(qkv, heads)
+    return (torch.compiler.is_compiling() or math.prod(qkv.shape) >= LARGE) and explain_unfit(qkv, heads) is None
 
 
-def unfit(qkv: Tensor | Packed, heads: int) -> str | None:
+def explain_unfit(qkv: Tensor | Packed, heads: int) -> str | None:
     """Why short_attention does not support this qkv, or None."""
     if len(qkv.shape) != 3 or heads < 1 or qkv.shape[2] % (3 * heads) != 0:
         return f"qkv of shape {tuple(qkv.shape)} is not [batch, tokens, 3 x {heads} heads x width]"
@@ -123,7 +118,7 @@ def device_ready(index: int) -> bool:
 
 
 def _check(qkv: Tensor, heads: int) -> None:
-    reason = unfit(qkv, heads)
+    reason = explain_unfit(qkv, heads)
     if reason and not is_interpreted(qkv):
         raise ValueError(reason)
 
