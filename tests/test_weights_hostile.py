@@ -107,7 +107,7 @@ def _make_weights(kind: str, folder: Path) -> Values:
             for name, x in flat.items()
         }
     if kind == "hybrid":
-        arrays = google.original(cells=4, stem=google.stem_arrays((1,)), kernel=(1, 1, 256))
+        arrays = google.original(cells=4, stem=google.stem_shapes((1,)), kernel=(1, 1, 256))
         return {name: torch.from_numpy(x) for name, x in arrays.items()}
     if kind == "BiT":
         return {name: torch.from_numpy(x) for name, x in google.bit_arrays((1,)).items()}

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ import tiny
 import torch
 import transformers
 from peer_models import timm_vit, torchvision_vit
-from peers import write
+from peers import normalise, write
 from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import interpolate_embeddings
 
@@ -236,7 +236,7 @@ def test_assumed_heads_are_reported(tmp_path: Path, width: int, heads: int, repo
 
 
 def deit(state: State) -> dict[str, Any]:
-    """As DeiT's and MAE's training codes save: flags and optimiser beside."""
+    """As DeiT's and MAE's training codes save: flags and optimizer next to the weights."""
     flags = argparse.Namespace(lr=5e-4, model="deit_small_patch16_224", resume="")
     return {"model": state, "args": flags, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}, "epoch": 299}
 
@@ -246,75 +246,40 @@ def encoder(**settings: Any) -> tuple[Any, State]:
     return peer, peer.state_dict()
 
 
-def with_decoder(state: State) -> State:
-    extra = {"mask_token": (1, 1, 32), "decoder_embed.weight": (32, 48), "decoder_embed.bias": (32,)}
-    extra |= {"decoder_pos_embed": (1, 17, 32), "decoder_norm.weight": (32,), "decoder_pred.weight": (192, 32)}
-    extra |= {"decoder_blocks.0.attn.qkv.weight": (96, 32), "decoder_blocks.0.norm1.bias": (32,)}
-    return state | {name: torch.randn(shape) for name, shape in extra.items()}
-
-
-def projected(state: State) -> State:
-    """DINO's teacher: backbone and projection head."""
-    head = {"head.mlp.0.weight": (64, 48), "head.mlp.0.bias": (64,), "head.mlp.2.weight": (64, 64)}
-    head |= {"head.last_layer.weight_g": (100, 1), "head.last_layer.weight_v": (100, 64)}
-    return prefixed(state, "backbone.") | {name: torch.randn(shape) for name, shape in head.items()}
-
-
 def prefixed(state: State, prefix: str) -> State:
     return {prefix + name: x for name, x in state.items()}
 
 
-@pytest.mark.parametrize("kind", [VisionTransformer, VisionTransformerDistilled])
-def test_deit(tmp_path: Path, kind: type[nn.Module]) -> None:
-    peer, state = encoder(kind=kind)
-    same_as(write(deit(state), tmp_path / "deit.pth"), peer, "DeiT")
+def noise(**shapes: tuple[int, ...]) -> State:
+    return {name.replace("__", "."): torch.randn(shape) for name, shape in shapes.items()}
 
 
-def test_deit_3(tmp_path: Path) -> None:
+def deit_3() -> tuple[Any, Any]:
     """LayerScale under its own names, positions for the patches alone."""
     peer, state = encoder(init_values=0.1, no_embed_class=True)
-    state = {re.sub(r"ls([12])\.gamma", r"gamma_\1", name): x for name, x in state.items()}
-    assert "blocks.1.gamma_2" in state
-    model = same_as(write({"model": state}, tmp_path / "deit_3.pth"), peer, "DeiT III")
-    assert (model.config.posemb_prefix, model.about.preprocess.crop) == ("none", 1.0)
+    return peer, {"model": {re.sub(r"ls([12])\.gamma", r"gamma_\1", name): x for name, x in state.items()}}
 
 
-def mae_encoder() -> tuple[Any, State]:
+def mae(*, decoder: bool) -> tuple[Any, Any]:
     """Fixed positions, with zeros for the class token."""
     peer = timm_vit(num_classes=0)
     with torch.no_grad():
         peer.pos_embed[:, 0] = 0
-    return peer, peer.state_dict()
+    extra = noise(mask_token=(1, 1, 32), decoder_embed__weight=(32, 48), decoder_pos_embed=(1, 17, 32))
+    extra |= noise(decoder_blocks__0__attn__qkv__weight=(96, 32), decoder_pred__weight=(192, 32))
+    return peer, deit(peer.state_dict() | (extra if decoder else {}))
 
 
-def test_mae_with_and_without_decoder(tmp_path: Path, reported: Any) -> None:
-    peer, state = mae_encoder()
-    same_as(write({"model": state}, tmp_path / "mae.pth"), peer, "MAE")
-    assert not [line for line in reported() if "left out" in line]
-    same_as(write(deit(with_decoder(state)), tmp_path / "mae.pth"), peer, "MAE")
-    (line,) = (line for line in reported() if "left out" in line)
-    assert "mask_token" in line
-    assert "decoder_blocks" in line
-
-
-def test_mae_fine_tuned(tmp_path: Path) -> None:
-    """Averaged patches under fc_norm, and no norm."""
-    peer, state = encoder(global_pool="avg")
-    model = same_as(write(deit(state), tmp_path / "mae.pth"), peer, "MAE")
-    assert (model.config.pool, model.config.norm_pooled) == ("average", True)
-
-
-def test_dino_takes_the_teacher(tmp_path: Path, reported: Any) -> None:
+def dino() -> tuple[Any, Any]:
+    """The teacher counts: backbone and projection head."""
     peer, state = encoder(num_classes=0)
-    student = {name: torch.zeros_like(x) for name, x in prefixed(projected(state), "module.").items()}
-    path = write({"student": student, "teacher": projected(state), "epoch": 100}, tmp_path / "dino.pth")
-    same_as(path, peer, "DINO")
-    assert any("left out" in line and "head" in line for line in reported())
+    head = noise(head__mlp__0__weight=(64, 48), head__mlp__0__bias=(64,), head__last_layer__weight_g=(100, 1))
+    teacher = prefixed(state, "backbone.") | head
+    student = {name: torch.zeros_like(x) for name, x in prefixed(teacher, "module.").items()}
+    return peer, {"student": student, "teacher": teacher, "epoch": 100}
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["backbone", "teacher"])
-@pytest.mark.parametrize("registers", [0, 4])
-def test_dinov2(tmp_path: Path, registers: int, wrapped: bool) -> None:
+def dinov2(registers: int, *, wrapped: bool) -> tuple[Any, Any]:
     """Its table has a row for the class token and none for the registers; timm folds that row into the token."""
     peer, state = encoder(num_classes=0, init_values=0.1, reg_tokens=registers, no_embed_class=True)
     row = torch.full((1, 1, 48), 0.25, dtype=torch.float64)
@@ -322,23 +287,53 @@ def test_dinov2(tmp_path: Path, registers: int, wrapped: bool) -> None:
     state["mask_token"] = torch.zeros(1, 48)
     if registers:
         state["register_tokens"] = state.pop("reg_token")
-    heads = {"dino_head.mlp.0.weight": torch.randn(9, 48), "ibot_head.last_layer.weight_v": torch.randn(9, 9)}
-    saved = {"teacher": prefixed(state, "backbone.") | heads} if wrapped else state
-    model = same_as(write(saved, tmp_path / "dinov2.pth"), peer, "DINOv2")
-    assert (model.config.registers, model.config.posemb_prefix) == (registers, "class")
+    heads = noise(dino_head__mlp__0__weight=(9, 48), ibot_head__last_layer__weight_v=(9, 9))
+    return peer, {"teacher": prefixed(state, "backbone.") | heads} if wrapped else state
 
 
-def same_as(path: Path, peer: nn.Module, family: str) -> Any:
-    """The family by name, ImageNet's pixels, and the logits of timm's model."""
+def wrap(change: Callable[[State], Any], **settings: Any) -> tuple[Any, Any]:
+    peer, state = encoder(**settings)
+    return peer, change(state)
+
+
+# name: the family, timm's model and the file, settings of ours, and what is reported as left out
+SCRIPTS: dict[str, tuple[str, Callable[[], tuple[Any, Any]], dict[str, Any], str]] = {
+    "DeiT": ("DeiT", lambda: wrap(deit), {}, ""),
+    "DeiT, distilled": ("DeiT", lambda: wrap(deit, kind=VisionTransformerDistilled), {"distillation": True}, ""),
+    "PyTorch's ImageNet example, with its best accuracy": (
+        *("DeiT", lambda: wrap(lambda state: {"best_acc1": torch.tensor(81.2)} | deit(state)), {}, ""),
+    ),
+    "DeiT III": ("DeiT III", deit_3, {"posemb_prefix": "none"}, ""),
+    "MAE": ("MAE", partial(mae, decoder=False), {}, ""),
+    "MAE with its decoder": ("MAE", partial(mae, decoder=True), {}, "decoder_blocks"),
+    "MAE, fine-tuned": ("MAE", lambda: wrap(deit, global_pool="avg"), {"pool": "average", "norm_pooled": True}, ""),
+    "DINO": ("DINO", dino, {}, "head"),
+    "DINOv2": ("DINOv2", partial(dinov2, 0, wrapped=False), {"posemb_prefix": "class"}, "mask_token"),
+    "DINOv2, teacher": ("DINOv2", partial(dinov2, 0, wrapped=True), {"posemb_prefix": "class"}, "ibot_head"),
+    "DINOv2 with registers": ("DINOv2", partial(dinov2, 4, wrapped=False), {"registers": 4}, "mask_token"),
+    "DINOv2 with registers, teacher": ("DINOv2", partial(dinov2, 4, wrapped=True), {"registers": 4}, "ibot_head"),
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "before PyTorch 1.6"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_file_of_a_training_script_equals_timm(tmp_path: Path, name: str, legacy: bool, reported: Any) -> None:
+    family, build, settings, left_out = SCRIPTS[name]
+    peer, saved = build()
+    path = tmp_path / "m.pth"
+    torch.save(saved, path, _use_new_zipfile_serialization=not legacy)
     model = plainvit.load(path, heads=4, dtype=None)
     assert model.about.family == family
     assert (model.config.mean, model.config.std) == IMAGENET
     assert (model.config.activation, model.config.norm_eps) == ("gelu", 1e-6)
+    assert {key: getattr(model.config, key) for key in settings} == settings
+    assert model.about.preprocess.crop == (1.0 if family == "DeiT III" else 0.875)
+    lines = " ".join(line for line in reported() if "left out" in line)
+    assert left_out in lines
+    assert bool(lines) == bool(left_out)
     images = tiny.images(size=(32, 32))
-    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in IMAGENET)
     with torch.inference_mode():
-        assert tiny.difference(model(images), peer((images - mean) / std)) < EXACT
-    return model
+        assert tiny.difference(model(images), peer(normalise(model, images))) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -350,19 +345,6 @@ def test_averaged_weights_are_preferred(tmp_path: Path, plain: str, averaged: st
     path = write({plain: trained, averaged: state}, tmp_path / "m.pth")
     found = plainvit.load(path, heads=4, dtype=None)
     assert torch.equal(found.blocks[0].mlp.fc1.bias, peer.blocks[0].mlp.fc1.bias)
-
-
-def test_tensor_next_to_a_state_dict_is_ignored(tmp_path: Path) -> None:
-    """PyTorch's own ImageNet example keeps its best accuracy so."""
-    peer, state = encoder()
-    torch.save({"epoch": 3, "best_acc1": torch.tensor(81.2)} | deit(state), tmp_path / "m.pth")
-    same_as(tmp_path / "m.pth", peer, "DeiT")
-
-
-def test_legacy_pytorch_file_loads(tmp_path: Path) -> None:
-    peer, state = encoder()
-    torch.save(deit(state), tmp_path / "m.pth", _use_new_zipfile_serialization=False)
-    same_as(tmp_path / "m.pth", peer, "DeiT")
 
 
 def hub_folder(folder: Path, kind: str, processor: dict[str, Any] | None) -> Path:
@@ -479,7 +461,7 @@ NUMERICS = {
 FILES: dict[str, Callable[[Path], Path]] = {
     "google": lambda folder: google.save(google.original(), folder / "m.npz"),
     "google hybrid": lambda folder: google.save(
-        google.original(stem=google.stem_arrays((1, 1)), kernel=(1, 1, 512)), folder / "m.npz"
+        google.original(stem=google.stem_shapes((1, 1)), kernel=(1, 1, 512)), folder / "m.npz"
     ),
     "big_vision": lambda folder: google.save(google.prefixed(google.big_vision("map"), "params/"), folder / "m.npz"),
     "BiT": lambda folder: google.save(google.bit_arrays((1, 1)), folder / "m.npz"),
