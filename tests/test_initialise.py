@@ -10,14 +10,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import peer_models
 import pytest
 import torch
 from scipy import stats
-from timm.layers import HybridEmbed, StdConv2d
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.resnetv2 import ResNetV2
-from timm.models.vision_transformer import VisionTransformer
-from timm.models.vision_transformer_hybrid import _resnetv2
 from torch import Tensor, nn
 
 import plainvit
@@ -137,29 +134,11 @@ def test_google_scheme_of_bit() -> None:
 
 # timm -----------------------------------------------------------------------------------------------------------------
 
-TIMM_SHAPE: dict[str, Any] = {"embed_dim": D, "depth": DEPTH, "num_heads": 3, "mlp_ratio": M / D, "img_size": (32, 48)}
+TIMM_SHAPE: dict[str, Any] = {"embed_dim": D, "depth": DEPTH, "num_heads": 3, "mlp_ratio": M / D, "num_classes": 50}
 
 
-def timm_vit() -> nn.Module:
-    return VisionTransformer(patch_size=8, num_classes=50, reg_tokens=20, init_values=0.25, **TIMM_SHAPE)
-
-
-def timm_map() -> nn.Module:
-    return VisionTransformer(patch_size=8, num_classes=50, global_pool="map", **TIMM_SHAPE)
-
-
-def timm_distilled() -> nn.Module:
-    return VisionTransformerDistilled(patch_size=8, num_classes=50, **TIMM_SHAPE)
-
-
-def timm_hybrid(blocks: tuple[int, ...], patch: int) -> nn.Module:
-    embed = partial(HybridEmbed, backbone=_resnetv2(layers=blocks))
-    shape = TIMM_SHAPE | {"img_size": (32, 64)}
-    return VisionTransformer(patch_size=patch, num_classes=50, embed_layer=embed, **shape)
-
-
-def timm_bit() -> nn.Module:
-    return ResNetV2([2, 1], num_classes=50, stem_type="fixed", conv_layer=partial(StdConv2d, eps=1e-8))
+def make_timm(kind: Callable[..., nn.Module] = peer_models.timm_vit, **settings: Any) -> nn.Module:
+    return kind(**TIMM_SHAPE | {"img_size": (32, 48)} | settings, drawn=False).float()
 
 
 def our_vit(name: str = "ViT-Ti/8", **settings: Any) -> nn.Module:
@@ -173,13 +152,26 @@ def our_hybrid() -> nn.Module:
     return build(base.replace(stem=stem, patch=1, init="timm", **SHAPE | {"classes": 50, "image_size": (32, 64)}))
 
 
+HYBRID = partial(make_timm, peer_models.timm_hybrid, img_size=(32, 64))
 CASES: dict[str, tuple[Any, Any]] = {
-    "ViT": (timm_vit, lambda: our_vit(registers=20, posemb_prefix="all", layer_scale=0.25)),
-    "map": (timm_map, lambda: our_vit(pool="attention")),
-    "distilled": (timm_distilled, lambda: our_vit(distillation=True)),
-    "hybrid": (lambda: timm_hybrid((2, 1), 1), our_hybrid),
-    "hybrid of the root alone": (lambda: timm_hybrid((), 8), lambda: our_vit("R+ViT-Ti/16", image_size=(32, 64))),
-    "BiT": (timm_bit, lambda: plainvit.create("BiT-R50x1", 50, blocks=(2, 1), init="timm", seed=0)),
+    "ViT": (
+        partial(make_timm, reg_tokens=20, init_values=0.25),
+        lambda: our_vit(registers=20, posemb_prefix="all", layer_scale=0.25),
+    ),
+    "map": (partial(make_timm, global_pool="map"), lambda: our_vit(pool="attention")),
+    "distilled": (
+        partial(make_timm, partial(peer_models.timm_vit, VisionTransformerDistilled)),
+        lambda: our_vit(distillation=True),
+    ),
+    "hybrid": (partial(HYBRID, blocks=(2, 1), patch=1), our_hybrid),
+    "hybrid of the root alone": (
+        partial(HYBRID, blocks=(), patch=8),
+        lambda: our_vit("R+ViT-Ti/16", image_size=(32, 64)),
+    ),
+    "BiT": (
+        lambda: peer_models.timm_bit((2, 1), drawn=False).float(),
+        lambda: plainvit.create("BiT-R50x1", 7, blocks=(2, 1), init="timm", seed=0),
+    ),
 }
 
 

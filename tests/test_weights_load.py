@@ -132,30 +132,6 @@ def test_other_size_equals_torchvision(tmp_path: Path, size: int) -> None:
     assert tiny.difference(table, state["encoder.pos_embedding"][0]) < SINGLE
 
 
-# How each training code wraps or names its weights, and its own call of F.interpolate from a 4 x 4 grid to 6 x 3
-OFFSET = {"scale_factor": (6.1 / 4, 3.1 / 4)}
-ORIGINALS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "DeiT": ({"wrapper": "model"}, {"size": (6, 3)}),
-    "MAE": ({"wrapper": "model", "extra": {"mask_token": torch.zeros(1, 1, 48)}}, {"size": (6, 3)}),
-    "DINO": ({"wrapper": "teacher"}, OFFSET),
-    "DINOv2": ({"wrapper": "", "extra": {"mask_token": torch.zeros(1, 48)}, "init_values": 0.1}, OFFSET),
-}
-
-
-@pytest.mark.parametrize("family", ORIGINALS)
-def test_other_size_equals_the_training_script(tmp_path: Path, family: str) -> None:
-    """DINO and DINOv2 pass a scale factor, which moves every sample."""
-    how, call = ORIGINALS[family]
-    settings = {name: value for name, value in how.items() if name == "init_values"}
-    state = timm_vit(num_classes=0, **settings).state_dict() | how.get("extra", {})
-    path = write({how["wrapper"]: state} if how["wrapper"] else state, tmp_path / "m.pth")
-    model = plainvit.load(path, image_size=(48, 24), heads=4, dtype=None)
-    assert model.about.family == family
-    grid = state["pos_embed"][:, 1:].view(1, 4, 4, 48).permute(0, 3, 1, 2)
-    expected = nn.functional.interpolate(grid, mode="bicubic", align_corners=False, **call).flatten(2)[0].mT
-    assert tiny.difference(model.positions[0].table[1:], expected) < EXACT
-
-
 def test_converted_weights_are_resampled_like_their_family(tmp_path: Path) -> None:
     """plainvit's own format keeps where the weights come from."""
     path = bare("torchvision", (32, 32), tmp_path)
@@ -334,6 +310,20 @@ def test_file_of_a_training_script_equals_timm(tmp_path: Path, name: str, legacy
     images = tiny.images(size=(32, 32))
     with torch.inference_mode():
         assert tiny.difference(model(images), peer(normalise(model, images))) < EXACT
+
+
+# Each training code's own call of F.interpolate from a 4 x 4 grid to 6 x 3: DINO's scale factors move every sample
+OFFSET = {"scale_factor": (6.1 / 4, 3.1 / 4)}
+INTERPOLATED = {"DeiT": {"size": (6, 3)}, "MAE": {"size": (6, 3)}, "DINO": OFFSET, "DINOv2": OFFSET}
+
+
+@pytest.mark.parametrize("name", INTERPOLATED)
+def test_other_size_equals_the_training_script(tmp_path: Path, name: str) -> None:
+    peer, saved = SCRIPTS[name][1]()
+    model = plainvit.load(write(saved, tmp_path / "m.pth"), image_size=(48, 24), heads=4, dtype=None)
+    grid = peer.pos_embed[:, -16:].view(1, 4, 4, 48).permute(0, 3, 1, 2)
+    expected = nn.functional.interpolate(grid, mode="bicubic", align_corners=False, **INTERPOLATED[name])
+    assert tiny.difference(model.positions[0].table[1:], expected.flatten(2)[0].mT) < EXACT
 
 
 @pytest.mark.parametrize(
