@@ -88,57 +88,47 @@ def small(**settings: Any) -> Any:
     return tiny.vit(torch.float32, **SMALL | settings)
 
 
-@cache
-def valid_weights(kind: str) -> Values:
-    """Weights of each layout under its own names, as plainvit writes them."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _make_weights(kind, Path(folder))
-
-
-def _make_weights(kind: str, folder: Path) -> Values:
-    if kind in ("google", "big_vision"):
-        model = small() if kind == "google" else small(pool="attention", class_token=False)
-        with np.load(plainvit.save(model, folder / "m.npz", format="google")) as archive:
-            return {name: torch.from_numpy(archive[name]) for name in archive.files}
-    if kind == "scanned":
-        flat = valid_weights("big_vision")
-        return {
-            name.replace("encoderblock_0", "encoderblock"): x[None] if "encoderblock_0" in name else x
-            for name, x in flat.items()
-        }
-    if kind == "hybrid":
-        arrays = google.original(cells=4, stem=google.stem_shapes((1,)), kernel=(1, 1, 256))
-        return {name: torch.from_numpy(x) for name, x in arrays.items()}
-    if kind == "BiT":
-        return {name: torch.from_numpy(x) for name, x in google.bit_arrays((1,)).items()}
-    if kind == "timm BiT":
-        plainvit.save(tiny.bit(torch.float32, (1,), "timm"), folder / "m.pth", format="timm")
-        return torch.load(folder / "m.pth", weights_only=True)
-    if kind == "transformers":
-        path = plainvit.save(small(numerics="timm"), folder / "m", format="transformers") / "model.safetensors"
-        return safetensors.torch.load_file(path)
-    if kind in TOWERS:
-        settings, format_ = TOWERS[kind]
-        path = plainvit.save(small(numerics="timm", **settings), folder / "m", format=format_)
-        return safetensors.torch.load_file(path / "model.safetensors" if path.is_dir() else path)
-    if kind == "plainvit":
-        return {name: x.clone() for name, x in small().state_dict().items()}
-    plainvit.save(small(numerics="timm"), folder / "m.pth", format=kind)
-    return torch.load(folder / "m.pth", weights_only=True)
-
-
 CLIP = {"norm_embedding": "tokens", "embedding_bias": False, "classes": 0, "projection": 12, "norm_eps": 1e-5}
 DINO = {"rotary": "dinov3", "posemb": "none", "registers": 2, "layer_scale": 0.1, "classes": 0, "norm_eps": 1e-5}
 EVA = {"rotary": "eva02", "gated": True, "activation": "silu", "norm_inner": "mlp", "block_bias": "no_k"}
-TOWERS: dict[str, tuple[dict[str, Any], str]] = {
-    "CLIP": (CLIP, "transformers"),
-    "SigLIP": ({"pool": "attention", "class_token": False, "classes": 0}, "transformers"),
-    "DINOv3": (DINO | {"block_bias": "no_k"}, "transformers"),
-    "open_clip": (CLIP, "open_clip"),
-    "EVA-02": (EVA, "timm"),
+TIMM = {"numerics": "timm"}
+# kind: the file's name, its format, and the settings of the model
+SAVED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "plainvit": ("m.safetensors", "plainvit", {}),
+    "timm": ("m.safetensors", "timm", TIMM),
+    "transformers": ("m", "transformers", TIMM),
+    "torchvision": ("m.safetensors", "torchvision", TIMM),
+    "CLIP": ("m", "transformers", TIMM | CLIP),
+    "SigLIP": ("m", "transformers", TIMM | {"pool": "attention", "class_token": False, "classes": 0}),
+    "DINOv3": ("m", "transformers", TIMM | DINO | {"block_bias": "no_k"}),
+    "open_clip": ("m.safetensors", "open_clip", TIMM | CLIP),
+    "EVA-02": ("m.safetensors", "timm", TIMM | EVA),
+    "google": ("m.npz", "google", {}),
+    "big_vision": ("m.npz", "google", {"pool": "attention", "class_token": False}),
 }
 ARCHIVES = ("google", "hybrid", "big_vision", "scanned", "BiT")
-KINDS = ("plainvit", "timm", "timm BiT", "transformers", "torchvision", *TOWERS, *ARCHIVES)
+KINDS = (*SAVED, "timm BiT", "hybrid", "scanned", "BiT")
+
+
+@cache
+def valid_weights(kind: str) -> Values:
+    """Weights of each layout under its own names, as plainvit writes them."""
+    if kind == "scanned":
+        flat = valid_weights("big_vision").items()
+        stacked = {name: x[None] if "encoderblock_0" in name else x for name, x in flat}
+        return {name.replace("encoderblock_0", "encoderblock"): x for name, x in stacked.items()}
+    if kind in ("hybrid", "BiT"):
+        is_bit, hybrid = kind == "BiT", {"stem": google.stem_shapes((1,)), "kernel": (1, 1, 256)}
+        arrays = google.bit_arrays((1,)) if is_bit else google.original(cells=4, **hybrid)
+        return {name: torch.from_numpy(x) for name, x in arrays.items()}
+    name, format_, settings = SAVED.get(kind, ("m.safetensors", "timm", {}))
+    model = tiny.bit(torch.float32, (1,), "timm") if kind == "timm BiT" else small(**settings)
+    with tempfile.TemporaryDirectory() as folder:
+        path = plainvit.save(model, Path(folder) / name, format=format_)
+        if path.suffix == ".npz":
+            with np.load(path) as archive:
+                return {key: torch.from_numpy(archive[key]) for key in archive.files}
+        return safetensors.torch.load_file(path / "model.safetensors" if path.is_dir() else path)
 
 
 @cache
