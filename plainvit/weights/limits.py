@@ -23,15 +23,12 @@ def list_unlike(config: ViTConfig, library: str, **allowed: Any) -> Iterator[tup
         value, usual = getattr(config, name), PLAIN.get(name)
         value = (value is not None and value != 0) if isinstance(usual, bool) and not isinstance(value, bool) else value
         part = PARTS.get(name, name)
-        if values is ANY or value in values or part in listed or _has_no_effect(name, config):
+        has_no_effect = name == "posemb_prefix" and (config.posemb != "1d" or not config.prefix)
+        if values is ANY or value in values or part in listed or has_no_effect:
             continue
         listed.add(part)
         supported = " or ".join(map(str, values))
         yield part, f"{library} has {name} {supported}, the model {value}"
-
-
-def _has_no_effect(name: str, config: ViTConfig) -> bool:
-    return name == "posemb_prefix" and (config.posemb != "1d" or not config.prefix)
 
 
 def list_unlike_resnet(config: Model, library: str) -> Iterator[tuple[str, str]]:

@@ -117,17 +117,6 @@ def device_ready(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def _check(qkv: Tensor, heads: int) -> None:
-    reason = explain_unfit(qkv, heads)
-    if reason and not is_interpreted(qkv):
-        raise ValueError(reason)
-
-
-def is_interpreted(x: Tensor) -> bool:
-    """Whether Triton's interpreter replaces a GPU, as in tests."""
-    return not x.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"
-
-
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +205,9 @@ def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor
 
 @torch.library.custom_op("plainvit::short_attention", mutates_args=())
 def _forward(qkv: Tensor, heads: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001, for its gradient
-    _check(qkv, heads)
+    is_interpreted = not qkv.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"  # instead of a GPU, as in tests
+    if not is_interpreted and (reason := explain_unfit(qkv, heads)):
+        raise ValueError(reason)
     return run_forward(qkv, heads, TILES[qkv.shape[2] // (3 * heads)].forward)
 
 
