@@ -249,20 +249,10 @@ def test_every_trained_parameter_has_a_gradient(name: Any, settings: dict[str, A
 
 
 def peer(normalise: bool) -> Any:
-    config = transformers.ViTMAEConfig(
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        image_size=32,
-        patch_size=8,
-        decoder_hidden_size=32,
-        decoder_num_hidden_layers=2,
-        decoder_num_attention_heads=4,
-        decoder_intermediate_size=128,
-        mask_ratio=0.75,
-        norm_pix_loss=normalise,
-    )
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    shape |= {"image_size": 32, "patch_size": 8, "decoder_hidden_size": 32, "decoder_num_hidden_layers": 2}
+    shape |= {"decoder_num_attention_heads": 4, "decoder_intermediate_size": 128}
+    config = transformers.ViTMAEConfig(**shape, mask_ratio=0.75, norm_pix_loss=normalise)
     model = transformers.ViTMAEForPreTraining(config).double().eval()
     scramble(model)
     return model

@@ -328,36 +328,33 @@ def test_other_resolution_equals_timm(tmp_path: Path, name: str, size: tuple[int
     compare(partial(plainvit.load, tmp_path, image_size=size), theirs.double(), 5e-6)  # timm resamples in fp32
 
 
+TO_OPEN_CLIP = {
+    "vision_model.": "",
+    "encoder.layers": "transformer.resblocks",
+    "pre_layrnorm": "ln_pre",
+    "layer_norm": "ln_",
+    "embeddings.class_embedding": "class_embedding",
+    "embeddings.patch_embedding": "conv1",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "post_layernorm": "ln_post",
+    "self_attn": "attn",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+}
+
+
 def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """transformers' CLIP tower under open_clip's names, by a table that shares no code with plainvit."""
     out = {"logit_scale": torch.zeros(()), "ln_final.weight": torch.zeros(4)}
+    out["visual.proj"] = state.pop("visual_projection.weight").T.contiguous()
+    for name in [name for name in state if ".q_proj." in name]:
+        parts = [state.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
+        state[name.replace("q_proj.", "in_proj_")] = torch.cat(parts)
     for name, x in state.items():
-        name = name.removeprefix("vision_model.").replace("encoder.layers", "transformer.resblocks")
-        for old, new in (
-            ("embeddings.class_embedding", "class_embedding"),
-            ("embeddings.patch_embedding", "conv1"),
-            ("embeddings.position_embedding.weight", "positional_embedding"),
-            ("pre_layrnorm", "ln_pre"),
-            ("post_layernorm", "ln_post"),
-            ("layer_norm", "ln_"),
-            ("self_attn", "attn"),
-            ("mlp.fc1", "mlp.c_fc"),
-            ("mlp.fc2", "mlp.c_proj"),
-        ):
+        for old, new in TO_OPEN_CLIP.items():
             name = name.replace(old, new)
-        if name == "visual_projection.weight":
-            out["visual.proj"] = x.T.contiguous()
-        elif ".q_proj." in name:
-            parts = [state[key] for key in _projections_of(name)]
-            out["visual." + name.replace("q_proj.", "in_proj_")] = torch.cat(parts)
-        elif not re.search(r"\.[kv]_proj\.", name):
-            out[f"visual.{name}"] = x
+        out[f"visual.{name}"] = x
     return out
-
-
-def _projections_of(name: str) -> list[str]:
-    layer, leaf = re.search(r"resblocks\.(\d+)\..*\.(\w+)$", name).groups()
-    return [f"vision_model.encoder.layers.{layer}.self_attn.{letter}_proj.{leaf}" for letter in "qkv"]
 
 
 @pytest.mark.parametrize("openai", [False, True])

@@ -956,7 +956,7 @@ MEASURE = textwrap.dedent("""
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
     def measure(path, **hints):
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before = peak()
         try:
             plainvit.load(path, **hints)
