@@ -258,7 +258,7 @@ def dino() -> tuple[Any, Any]:
 def dinov2(registers: int, *, wrapped: bool) -> tuple[Any, Any]:
     """Its table has a row for the class token and none for the registers; timm folds that row into the token."""
     peer, state = encoder(num_classes=0, init_values=0.1, reg_tokens=registers, no_embed_class=True)
-    row = torch.full((1, 1, 48), 0.25, dtype=torch.float64)
+    row = torch.linspace(-1, 1, 48, dtype=torch.float64).view(1, 1, 48)  # a constant would vanish in LayerNorm
     state |= {"cls_token": state["cls_token"] - row, "pos_embed": torch.cat((row, state["pos_embed"]), 1)}
     state["mask_token"] = torch.zeros(1, 48)
     if registers:
