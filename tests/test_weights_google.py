@@ -479,9 +479,9 @@ ROUND: dict[str, tuple[Callable[[], Arrays], dict[str, Any]]] = {
 }
 
 
-def same_bits(found: Path, expected: Arrays) -> None:
+def same_bits(path: Path, expected: Arrays) -> None:
     """Names, dtypes and bytes; shapes too, but for the sides of 1 of an old GroupNorm."""
-    with np.load(found, allow_pickle=False) as archive:
+    with np.load(path, allow_pickle=False) as archive:
         assert set(archive.files) == set(expected)
         for name, x in expected.items():
             y = archive[name]

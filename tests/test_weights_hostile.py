@@ -222,13 +222,13 @@ def test_wrong_shape_is_an_error(tmp_path: Path, kind: str, change: str) -> None
         wrong = SHAPES[change](x)
         if wrong.shape == x.shape:
             continue
-        found = load_or_error(store(kind, valid_weights(kind) | {name: wrong}, tmp_path), **HINTS)
-        if isinstance(found, str) or (name in PATCHES and found.config.patch != (8, 8)):
+        loaded = load_or_error(store(kind, valid_weights(kind) | {name: wrong}, tmp_path), **HINTS)
+        if isinstance(loaded, str) or (name in PATCHES and loaded.config.patch != (8, 8)):
             continue  # another kernel is another patch size
-        if getattr(found.config, "projection", 0) not in (0, 12):
+        if getattr(loaded.config, "projection", 0) not in (0, 12):
             continue  # another projection
         assert [side for side in wrong.shape if side != 1] == [side for side in x.shape if side != 1], name
-        assert all(torch.equal(found.state_dict()[ours], y) for ours, y in right.items()), name
+        assert all(torch.equal(loaded.state_dict()[ours], y) for ours, y in right.items()), name
 
 
 def some_names(kind: str) -> list[str]:
@@ -552,11 +552,11 @@ DIRECTORY: dict[str, Callable[[bytearray, int], None]] = {
 @pytest.mark.parametrize("name", DIRECTORY)
 def test_false_zip_directory_is_an_error(tmp_path: Path, name: str) -> None:
     """A stored member's packed size is said twice; whoever reads by the other one has the right bytes."""
-    found = load_or_error(directory(tmp_path / "m.npz", DIRECTORY[name]))
-    if name == "a packed size of 4 GB" and not isinstance(found, str):
-        assert torch.equal(found.head.bias, valid_weights("google")["head/bias"])
+    loaded = load_or_error(directory(tmp_path / "m.npz", DIRECTORY[name]))
+    if name == "a packed size of 4 GB" and not isinstance(loaded, str):
+        assert torch.equal(loaded.head.bias, valid_weights("google")["head/bias"])
     else:
-        assert isinstance(found, str)
+        assert isinstance(loaded, str)
 
 
 def test_names_outside_the_folder_write_nothing(tmp_path: Path) -> None:
@@ -933,10 +933,10 @@ def test_any_value_in_a_config_loads_or_is_an_error(config: tuple[str, str], dat
         inner = whole[data.draw(st.sampled_from(nested))]
     inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ANY_JSON)
     with tempfile.TemporaryDirectory() as folder:
-        found = load_or_error(write_folder(config[0], Path(folder), config[1], json.dumps(whole)), **HINTS)
-    if isinstance(found, nn.Module):  # what is taken for sound must run
+        loaded = load_or_error(write_folder(config[0], Path(folder), config[1], json.dumps(whole)), **HINTS)
+    if isinstance(loaded, nn.Module):  # what is taken for sound must run
         with torch.inference_mode():
-            found(tiny.images(size=found.config.image_size, channels=found.config.channels, dtype=torch.float32))
+            loaded(tiny.images(size=loaded.config.image_size, channels=loaded.config.channels, dtype=torch.float32))
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -1007,9 +1007,9 @@ def liars(folder: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_hostile_file_takes_at_most_twice_its_size(tmp_path: Path) -> None:
     paths = list(liars(tmp_path))
-    found = measure(store("timm", valid_weights("timm"), tmp_path), *paths)
+    costs = measure(store("timm", valid_weights("timm"), tmp_path), *paths)
     for path in paths:
-        cost = found[str(path)]
+        cost = costs[str(path)]
         assert cost["said"].startswith("ValueError"), (path.name, cost)
         assert cost["bytes"] < 2 * path.stat().st_size + 64 * 2**20, (path.name, cost)
 

@@ -77,10 +77,10 @@ def test_other_classes_give_a_head_of_zeros_or_none(
     model, images = tiny.vit(**settings), tiny.images()
     model.about = type(model.about)(class_names=tuple("abcdefg"))
     path = plainvit.save(model, tmp_path / "m.safetensors")
-    found = plainvit.load(path, classes=classes, dtype=None)
-    assert (found.config.classes, found.config.representation, found.about.class_names) == (classes, 0, ())
-    features = model.represent(model.encode(images)) if not settings.get("representation") else found.features(images)
-    assert found(images).tolist() == ([[0.0] * 5] * 2 if classes else features.tolist())
+    loaded = plainvit.load(path, classes=classes, dtype=None)
+    assert (loaded.config.classes, loaded.config.representation, loaded.about.class_names) == (classes, 0, ())
+    features = model.represent(model.encode(images)) if not settings.get("representation") else loaded.features(images)
+    assert loaded(images).tolist() == ([[0.0] * 5] * 2 if classes else features.tolist())
     assert len(reported()) == 1
     assert plainvit.load(path).about.class_names == tuple("abcdefg")
 
@@ -118,9 +118,9 @@ def test_other_size_resamples_on_the_true_grid(
     path = plainvit.save(model, tmp_path / "m.safetensors")
     before, after = (tuple(side // 8 for side in size) for size in (old, new))
     for given, method in ((None, "bilinear-aligned"), ("bicubic-antialias", "bicubic-antialias")):
-        found = plainvit.load(path, image_size=new, resample=given, dtype=None)
-        assert torch.equal(found.positions[0].table, resize(model, new, method=method).positions[0].table)
-        assert found(tiny.images(size=new)).shape == (2, 7)
+        loaded = plainvit.load(path, image_size=new, resample=given, dtype=None)
+        assert torch.equal(loaded.positions[0].table, resize(model, new, method=method).positions[0].table)
+        assert loaded(tiny.images(size=new)).shape == (2, 7)
         assert f"{before[0]} x {before[1]} to {after[0]} x {after[1]} ({method})" in reported()[-1]
 
 
@@ -333,8 +333,8 @@ def test_averaged_weights_are_preferred(tmp_path: Path, plain: str, averaged: st
     peer, state = encoder(num_classes=0)
     trained = {name: x + 1 for name, x in state.items()}
     path = write({plain: trained, averaged: state}, tmp_path / "m.pth")
-    found = plainvit.load(path, heads=4, dtype=None)
-    assert torch.equal(found.blocks[0].mlp.fc1.bias, peer.blocks[0].mlp.fc1.bias)
+    loaded = plainvit.load(path, heads=4, dtype=None)
+    assert torch.equal(loaded.blocks[0].mlp.fc1.bias, peer.blocks[0].mlp.fc1.bias)
 
 
 def hub_folder(folder: Path, kind: str, processor: dict[str, Any] | None) -> Path:
@@ -513,8 +513,8 @@ def test_published_weights_equal_timms_table(name: str) -> None:
 
 
 def test_published_accuracies() -> None:
-    found = {name: (e.top1, e.real) for name, e in PUBLISHED.items() if name in ORACLES}
-    assert found == {name: pytest.approx(values, abs=0.006) for name, values in ORACLES.items()}
+    accuracies = {name: (e.top1, e.real) for name, e in PUBLISHED.items() if name in ORACLES}
+    assert accuracies == {name: pytest.approx(values, abs=0.006) for name, values in ORACLES.items()}
     assert all(60 < e.top1 < e.real < 95 for e in PUBLISHED.values() if e.top1 is not None)
 
 

@@ -65,11 +65,11 @@ def check_written(model: Any, peer: nn.Module, format_: str, folder: Path) -> No
     """Written as .safetensors and .pth, under the library's own names: the same bits."""
     for suffix in (".safetensors", ".pth"):
         path = plainvit.save(model, folder / f"written{suffix}", format=format_)
-        found = safetensors.torch.load_file(path) if suffix == ".safetensors" else torch.load(path, weights_only=True)
+        written = safetensors.torch.load_file(path) if suffix == ".safetensors" else torch.load(path, weights_only=True)
         theirs = peer.state_dict()
-        assert found.keys() == theirs.keys()
-        assert all(torch.equal(x, theirs[name]) for name, x in found.items())
-        peer.load_state_dict(found, strict=True)
+        assert written.keys() == theirs.keys()
+        assert all(torch.equal(x, theirs[name]) for name, x in written.items())
+        peer.load_state_dict(written, strict=True)
 
 
 # timm -----------------------------------------------------------------------------------------------------------------
@@ -272,12 +272,12 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def photos() -> list[Image.Image]:
     """Two drawn ones, wide and tall, and where they are at hand some real ones."""
-    found = [photo(90, 130, seed=1), photo(200, 110, seed=2)]
+    images = [photo(90, 130, seed=1), photo(200, 110, seed=2)]
     root = os.environ.get("PLAINVIT_DATA")
     if root:
         rows = pyarrow.parquet.read_table(next(Path(root, "imagenet-photos").glob("*.parquet"))).slice(0, 8).to_pylist()
-        found += [Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows]
-    return [image for image in found if image.width != image.height]
+        images += [Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows]
+    return [image for image in images if image.width != image.height]
 
 
 def smallest_gap(one: np.ndarray, other: np.ndarray, shift: int) -> float:
@@ -378,13 +378,13 @@ def test_preprocessing_equals_torchvision_or_names_the_other(tmp_path: Path, nam
     theirs = published.transforms()
     with torch.device("meta"):
         state = getattr(torchvision.models, name)(image_size=theirs.crop_size[0]).state_dict()
-    found, _ = inspect_weights(hollow(state, tmp_path / "hollow.safetensors"))
-    ours, source = found.preprocess, found.sources["preprocess"]
+    detected, _ = inspect_weights(hollow(state, tmp_path / "hollow.safetensors"))
+    ours, source = detected.preprocess, detected.sources["preprocess"]
     same = (
         ours.interpolation == theirs.interpolation.value
         and round(theirs.crop_size[0] / ours.crop) == theirs.resize_size[0]
     )
     assert source.startswith("assumed")
-    assert any(note.startswith("assumed") and "interpolation" in note for note in found.notes)
+    assert any(note.startswith("assumed") and "interpolation" in note for note in detected.notes)
     assert same or "SWAG_LINEAR" in source
     assert same is (published.name != "IMAGENET1K_SWAG_LINEAR_V1" or name == "vit_h_14")

@@ -270,8 +270,8 @@ def dropped(model: Any, folder: Path, format_: str, *parts: str) -> Any:
     return plainvit.load(path, dtype=None, **FORMATS[format_][2])
 
 
-def same_weights(found: Any, expected: State) -> None:
-    state = found.state_dict()
+def same_weights(loaded: Any, expected: State) -> None:
+    state = loaded.state_dict()
     assert set(state) == set(expected)
     for name, x in expected.items():
         assert torch.equal(state[name], x), name
@@ -295,17 +295,17 @@ def test_dropped_arithmetic_is_replaced_by_the_librarys(
     tmp_path: Path, format_: str, part: str, build: Callable[[], Any], expected: dict[str, Any]
 ) -> None:
     model = build()
-    found = dropped(model, tmp_path, format_, part)
-    assert found.config == model.config.replace(**expected)
-    same_weights(found, model.state_dict())
+    loaded = dropped(model, tmp_path, format_, part)
+    assert loaded.config == model.config.replace(**expected)
+    same_weights(loaded, model.state_dict())
 
 
 @pytest.mark.parametrize("format_", ["timm", "timm folder", "transformers"])
 def test_dropping_pre_logits_drops_the_head(tmp_path: Path, format_: str, caplog: pytest.LogCaptureFixture) -> None:
     model = exact(representation=20)()
-    found = dropped(model, tmp_path, format_, "pre_logits")
-    assert (found.config.representation, found.config.classes) == (0, 0)
-    same_weights(found, {n: x for n, x in model.state_dict().items() if not n.startswith(("head.", "pre_logits."))})
+    loaded = dropped(model, tmp_path, format_, "pre_logits")
+    assert (loaded.config.representation, loaded.config.classes) == (0, 0)
+    same_weights(loaded, {n: x for n, x in model.state_dict().items() if not n.startswith(("head.", "pre_logits."))})
     assert "dropped pre_logits, and the head that reads it" in caplog.text
 
 
@@ -320,12 +320,12 @@ def test_dropped_layer_scale_is_merged_into_the_layers_before(
     tmp_path: Path, format_: str, settings: dict[str, Any]
 ) -> None:
     model = (tanh if format_ == "google" else exact)(layer_scale=0.1, **settings)()
-    found = dropped(model, tmp_path, format_, "layer_scale")
+    loaded = dropped(model, tmp_path, format_, "layer_scale")
     images = tiny.images(size=(32, 32))
     with torch.inference_mode():
         expected = model(images)
-        assert tiny.difference(found(images), expected) < 1e-6 * expected.abs().max()
-    assert found.config.layer_scale is None
+        assert tiny.difference(loaded(images), expected) < 1e-6 * expected.abs().max()
+    assert loaded.config.layer_scale is None
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "BiT"])
@@ -333,12 +333,12 @@ def test_dropped_standardisation_is_replaced_by_timms(tmp_path: Path, kind: str)
     """The file then means what timm computes with it: for timm, and for plainvit that reads it back."""
     model = tiny.bit(blocks=(1, 1)) if kind == "BiT" else tiny.hybrid(blocks=(1, 1), image_size=(32, 32))
     parts = ("standardise",) if kind == "BiT" else ("standardise", "activation")
-    found = dropped(model, tmp_path, "timm", *parts)
+    loaded = dropped(model, tmp_path, "timm", *parts)
     peer = timm_bit((1, 1)) if kind == "BiT" else timm_hybrid((1, 1))
     peer.load_state_dict(safetensors.torch.load_file(tmp_path / "out" / "m.safetensors"), strict=True)
     images = tiny.images(size=(32, 32))
     with torch.inference_mode():
-        assert tiny.difference(found(images), peer(images * 2 - 1)) < 1e-10
+        assert tiny.difference(loaded(images), peer(images * 2 - 1)) < 1e-10
 
 
 @pytest.mark.parametrize("part", ["stem", "pool", "registers", "distillation", "resnet", "axial", "image_size"])
@@ -392,8 +392,8 @@ def test_names_are_the_golden_ones(tmp_path: Path) -> None:
     assert golden.keys() == KINDS.keys()
     for kind, build in KINDS.items():
         path = plainvit.save(build(), tmp_path / "m.safetensors")
-        found = {name: "x".join(map(str, shape)) for name, (_, shape, _) in raw(path).items()}
-        assert found == golden[kind], kind
+        shapes = {name: "x".join(map(str, shape)) for name, (_, shape, _) in raw(path).items()}
+        assert shapes == golden[kind], kind
 
 
 # The description in our files -----------------------------------------------------------------------------------------
@@ -439,6 +439,6 @@ def write_described(path: Path, description: dict[str, Any], model: Any) -> Path
 def test_file_of_schema_1_loads(tmp_path: Path) -> None:
     """The golden description, not one written by this version, says what the weights mean."""
     model = described_model()
-    found = plainvit.load(write_described(tmp_path / "m.safetensors", golden_description(), model))
-    assert (found.config, found.about) == (model.config, model.about)
-    same_weights(found, model.state_dict())
+    loaded = plainvit.load(write_described(tmp_path / "m.safetensors", golden_description(), model))
+    assert (loaded.config, loaded.about) == (model.config, model.about)
+    same_weights(loaded, model.state_dict())
