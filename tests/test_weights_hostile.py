@@ -30,6 +30,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peers import write
+from test_weights_save import small
 from torch import Tensor, nn
 
 import plainvit
@@ -80,12 +81,7 @@ def expect_error(path: Path, **hints: Any) -> str:
 
 # Sound files, small enough that most of their bytes matter ------------------------------------------------------------
 
-SMALL: dict[str, Any] = {"width": 16, "depth": 1, "heads": 2, "mlp_dim": 8, "image_size": 16, "classes": 3}
 HINTS = {"heads": 2}
-
-
-def small(**settings: Any) -> Any:
-    return tiny.vit(torch.float32, **SMALL | settings)
 
 
 CLIP = {"norm_embedding": "tokens", "embedding_bias": False, "classes": 0, "projection": 12, "norm_eps": 1e-5}
