@@ -282,6 +282,9 @@ SCRIPTS: dict[str, tuple[str, Callable[[], tuple[Any, Any]], dict[str, Any], str
     "DeiT III": ("DeiT III", deit_3, {"posemb_prefix": "none"}, ""),
     "MAE": ("MAE", partial(mae, decoder=False), {}, ""),
     "MAE with its decoder": ("MAE", partial(mae, decoder=True), {}, "decoder_blocks"),
+    "MAE, bare, with its mask token": (
+        *("MAE", lambda: wrap(lambda state: state | noise(mask_token=(1, 1, 32)), num_classes=0), {}, "mask_token"),
+    ),
     "MAE, fine-tuned": ("MAE", lambda: wrap(deit, global_pool="avg"), {"pool": "average", "norm_pooled": True}, ""),
     "DINO": ("DINO", dino, {}, "head"),
     "DINOv2": ("DINOv2", partial(dinov2, 0, wrapped=False), {"posemb_prefix": "class"}, "mask_token"),
