@@ -230,6 +230,21 @@ def test_unsupported_parts_are_named_and_nothing_is_written(tmp_path: Path, name
     assert not list((tmp_path / "out").iterdir())
 
 
+# Parts of other families, which neither Google's code nor torchvision has
+OTHER_PARTS: dict[str, Any] = {"gated": True, "rotary": "eva02", "qk_norm": True, "norm_kind": "rms", "projection": 8}
+OTHER_PARTS |= {"norm_embedding": "patches", "norm_inner": "mlp", "norm_final": False, "block_bias": "no_k"}
+OTHER_PARTS |= {"embedding_bias": False}
+
+
+@pytest.mark.parametrize("format_", ["google", "torchvision"])
+@pytest.mark.parametrize("part", OTHER_PARTS)
+def test_parts_of_other_families_are_not_written(tmp_path: Path, part: str, format_: str) -> None:
+    build = tanh if format_ == "google" else exact
+    with pytest.raises(UnsupportedPartError) as caught:
+        save_as(build(**{part: OTHER_PARTS[part]})(), tmp_path / "out", format_)
+    assert caught.value.parts == (part,)
+
+
 @pytest.mark.parametrize("format_", ["google", "timm"])
 @pytest.mark.parametrize("kind", ["hybrid", "BiT"])
 def test_resnet_with_other_padding_is_not_written(tmp_path: Path, kind: str, format_: str) -> None:
