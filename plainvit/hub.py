@@ -27,7 +27,7 @@ def fetch(address: str, patterns: list[str], kind: str = "model") -> Path:
             f"{address} is not in the hub's cache and the hub cannot be reached: {instructions}"
         ) from error
     except HfHubHTTPError as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise ValueError(f"cannot download {address} from the hub: {reason}") from error
     except OSError as error:
         raise UnreachableError(f"cannot download {address} ({type(error).__name__}): {instructions}") from error

@@ -221,7 +221,7 @@ class ViTConfig(Checked):
     def __post_init__(self) -> None:
         for name in ("image_size", "patch"):
             self._set(name, pair(getattr(self, name)))
-        counts = ("width", "depth", "heads", "mlp_dim", "patch", "image_size", "channels")
+        counts = ("width", "depth", "heads", "mlp_dim", "patch", "image_size", "channels", "rotary_grid")
         self._check(
             positive=counts,
             natural=("classes", "representation", "registers", "projection"),

@@ -76,12 +76,16 @@ def configure(
     `numerics` selects the library whose activation and epsilons it follows; `settings` change any field.
     """
     settings |= {"classes": classes, "image_size": pair(image_size)}
-    kind, fields = _fields(name, numerics, settings.get("channels", 3))
-    return kind(**fields | {"channels": settings.get("channels", 3)}).replace(**settings)
+    channels = settings.get("channels", 3)
+    kind, fields = _parse_name(name, numerics, channels)
+    return kind(**fields | {"channels": channels}).replace(**settings)
 
 
-def _fields(name: str, numerics: str, channels: int) -> tuple[type[Model], dict[str, Any]]:
-    """The fields that a name determines, with an image of one patch until the real size is set."""
+def _parse_name(name: str, numerics: str, channels: int) -> tuple[type[Model], dict[str, Any]]:
+    """The kind of config that a name stands for, and the fields that it sets.
+
+    Any patch size is valid by itself: the image size is a placeholder of one patch until `configure` sets the real one.
+    """
     if match := re.fullmatch(r"(Axial-)?ViT-(\w+)/([1-9]\d{0,3})", name):
         axial, size, patch = match.groups()
         fields = _size(size, name) | _numerics(VIT_NUMERICS, numerics)

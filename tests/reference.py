@@ -129,15 +129,6 @@ def sincos2d(h: int, w: int, width: int, temperature: float = 10_000.0) -> Array
     return np.stack(rows)
 
 
-def vit(tokens: Array, weights: Weights, depth: int, heads: int) -> Array:
-    """Class-token logits of the patches' tokens [B, h*w, D]: eqs. 1 to 4 and one linear head."""
-    first = np.broadcast_to(weights["class_token"], (len(tokens), *weights["class_token"].shape))
-    x = np.concatenate((first, tokens), 1) + weights["positions.0.table"]
-    for layer in range(depth):
-        x = block(x, under(weights, f"blocks.{layer}."), heads)
-    return linear(layer_norm(x, weights, "norm")[:, 0], weights, "head")
-
-
 # ResNet ---------------------------------------------------------------------------------------------------------------
 
 Pads = tuple[tuple[int, int], tuple[int, int]]
@@ -205,47 +196,3 @@ def standardise_bit(kernels: Array) -> Array:
     """Google's big_transfer: (w - mean) / sqrt(var + 1e-10)."""
     centred = kernels - kernels.mean((1, 2, 3), keepdims=True)
     return centred / np.sqrt((centred**2).mean((1, 2, 3), keepdims=True) + 1e-10)
-
-
-def hybrid_stem(x: Array, weights: Weights, blocks: tuple[int, ...]) -> Array:
-    """The ResNet under a hybrid in Google's numbers: v1 units, SAME padding, GroupNorm eps 1e-6."""
-
-    def conv(x: Array, name: str, stride: int = 1) -> Array:
-        kernels = standardise_hybrid(weights[f"{name}.weight"])
-        return convolve(x, kernels, stride, same_pads(x, kernels.shape[-1], stride))
-
-    def norm(x: Array, name: str) -> Array:
-        return group_norm(x, weights, name, 1e-6)
-
-    x = relu(norm(conv(x, "root", 2), "root_norm"))
-    x = max_pool(x, same_pads(x, 3, 2), -np.inf)
-    for stage, count in enumerate(blocks):
-        for unit in range(count):
-            at, stride = f"stages.{stage}.{unit}", 2 if stage and not unit else 1
-            shortcut = x if unit else norm(conv(x, f"{at}.projection", stride), f"{at}.norm_projection")
-            y = relu(norm(conv(x, f"{at}.conv1"), f"{at}.norm1"))
-            y = relu(norm(conv(y, f"{at}.conv2", stride), f"{at}.norm2"))
-            x = relu(shortcut + norm(conv(y, f"{at}.conv3"), f"{at}.norm3"))
-    return x
-
-
-def bit(x: Array, weights: Weights, blocks: tuple[int, ...]) -> Array:
-    """Logits of BiT in Google's numbers: v2 units, symmetric padding, zeros around the max-pool, eps 1e-5."""
-
-    def conv(x: Array, name: str, stride: int = 1) -> Array:
-        kernels = standardise_bit(weights[f"body.{name}.weight"])
-        return convolve(x, kernels, stride, symmetric_pads(x, kernels.shape[-1], stride))
-
-    def norm(x: Array, name: str) -> Array:
-        return relu(group_norm(x, weights, f"body.{name}", 1e-5))
-
-    x = max_pool(conv(x, "root", 2), ((1, 1), (1, 1)), 0.0)
-    for stage, count in enumerate(blocks):
-        for unit in range(count):
-            at, stride = f"stages.{stage}.{unit}", 2 if stage and not unit else 1
-            y = norm(x, f"{at}.norm1")
-            shortcut = x if unit else conv(y, f"{at}.projection", stride)
-            y = norm(conv(y, f"{at}.conv1"), f"{at}.norm2")
-            y = norm(conv(y, f"{at}.conv2", stride), f"{at}.norm3")
-            x = shortcut + conv(y, f"{at}.conv3")
-    return linear(norm(x, "norm").mean((2, 3)), weights, "head")

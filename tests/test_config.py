@@ -12,12 +12,13 @@ import pytest
 import timm
 import tiny
 import torch
-from peers import from_timm, from_timm_resnet
 
 import plainvit
 from plainvit.config import Augment, Checked, Config, Masked, Optim, ResNetConfig, ViTConfig, from_json, to_json
 from plainvit.models import build
 from plainvit.names import configure, list_models
+from plainvit.weights.layout import emit
+from plainvit.weights.timm import layout_for
 
 # Errors ---------------------------------------------------------------------------------------------------------------
 
@@ -205,9 +206,8 @@ def test_named_models_have_the_shape_of_timms(name: str) -> None:
     """Every weight of timm's model has its counterpart of the same shape, none is left over; and heads agree."""
     with torch.device("meta"):
         peer, model = timm.create_model(TIMM_NAMES[name], num_classes=1000), build(configure(name))
-    renamed = (from_timm_resnet if name.startswith("BiT") else from_timm)(peer.state_dict())
-    ours = model.state_dict()
-    assert {key: x.shape for key, x in ours.items()} == {key: x.shape for key, x in renamed.items()}
+    written = emit(layout_for(model.config), model.state_dict(), model.config)
+    assert {key: x.shape for key, x in written.items()} == {key: x.shape for key, x in peer.state_dict().items()}
     if "ViT" in name:
         assert model.config.heads == peer.blocks[0].attn.num_heads
 

@@ -53,9 +53,9 @@ def test_results_equal_the_plain_model(settings: dict[str, Any], recompute: bool
         assert all(isinstance(block, Recomputed) and isinstance(block, FastBlock) for block in fast.blocks)
     tokens: list[int] = []
     fast.blocks[-1].mlp.register_forward_pre_hook(lambda _, given: tokens.append(given[0].shape[1]))
-    expected, found = run(plain, images), run(fast, images)
-    assert len(found) == len(expected)
-    for mine, right in zip(found, expected, strict=True):
+    expected, actual = run(plain, images), run(fast, images)
+    assert len(actual) == len(expected)
+    for mine, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-12)
     assert tokens[0] == (1 if settings in READS_ONE_TOKEN else fast.config.tokens)
     trace = Trace("block*/tokens")

@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import plainvit
 from plainvit.models.fast import accelerate, modules
 from plainvit.models.fast import attention as ours
-from plainvit.models.fast.attention import LARGE, Launch, fits, is_faster, short_attention, split, unfit
+from plainvit.models.fast.attention import LARGE, Launch, explain_unfit, is_faster, short_attention, split
 
 LENGTHS = (1, 5, 17, 64, 65, 129, 196, 197, 256, 257, 288)
 
@@ -52,13 +52,13 @@ def exact_gradients(qkv: Tensor, grad: Tensor, heads: int) -> tuple[Tensor, Tens
     """Tokens, lse and d_qkv in float64."""
     given = qkv.detach().double().contiguous().requires_grad_()
     tokens, lse = reference(given, heads)
-    (found,) = torch.autograd.grad(tokens, given, grad.double())
-    return tokens.detach(), lse.detach(), found
+    (actual,) = torch.autograd.grad(tokens, given, grad.double())
+    return tokens.detach(), lse.detach(), actual
 
 
-def error(found: Tensor, expected: Tensor) -> float:
+def error(actual: Tensor, expected: Tensor) -> float:
     """The largest difference, in units of the largest value expected."""
-    return ((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
+    return ((actual.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
 
 
 # What the interpreter's child does ------------------------------------------------------------------------------------
@@ -102,13 +102,13 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     bias = torch.full((qkv.shape[2],), float("nan"), dtype=torch.float64, requires_grad=True)  # its values are not used
     tokens, lse = torch.ops.plainvit.short_attention(qkv, heads, bias)
     assert torch.equal(tokens, short_attention(qkv, heads))
-    found, summed = torch.autograd.grad(tokens, (qkv, bias), grad)
+    actual, summed = torch.autograd.grad(tokens, (qkv, bias), grad)
     assert summed.dtype is bias.dtype
     expected = exact_gradients(qkv, grad, heads)
     right_sums, sizes = expected[2].sum((0, 1)), expected[2].abs().sum((0, 1)).max().clamp(min=1e-6)
-    thirds = zip("qkv", found.split(columns, -1), expected[2].split(columns, -1), strict=True)
+    thirds = zip("qkv", actual.split(columns, -1), expected[2].split(columns, -1), strict=True)
     return {
-        "finite": bool(tokens.isfinite().all() and lse.isfinite().all() and found.isfinite().all()),
+        "finite": bool(tokens.isfinite().all() and lse.isfinite().all() and actual.isfinite().all()),
         "tokens": error(tokens, expected[0]),
         "lse": error(lse / ours.LOG2E, expected[1]),
         "sums": ((summed - right_sums).abs().max() / sizes).item(),
@@ -281,28 +281,28 @@ def test_unfit_names_the_unsupported_property() -> None:
     half = {"device": "cuda", "dtype": torch.bfloat16}
     with FakeTensorMode(allow_non_fake_inputs=True):
         reasons = {
-            "float32": unfit(torch.empty(2, 197, 2304, device="cuda"), 12),
-            "289 tokens": unfit(torch.empty(2, 289, 2304, **half), 12),
-            "0 tokens": unfit(torch.empty(2, 0, 2304, **half), 12),
-            "width 48": unfit(torch.empty(2, 197, 3 * 48, **half), 1),
-            "2305": unfit(torch.empty(2, 197, 2305, **half), 12),
-            "(197, 2304)": unfit(torch.empty(197, 2304, **half), 12),
+            "float32": explain_unfit(torch.empty(2, 197, 2304, device="cuda"), 12),
+            "289 tokens": explain_unfit(torch.empty(2, 289, 2304, **half), 12),
+            "0 tokens": explain_unfit(torch.empty(2, 0, 2304, **half), 12),
+            "width 48": explain_unfit(torch.empty(2, 197, 3 * 48, **half), 1),
+            "2305": explain_unfit(torch.empty(2, 197, 2305, **half), 12),
+            "(197, 2304)": explain_unfit(torch.empty(197, 2304, **half), 12),
         }
     for words, reason in reasons.items():
         assert words in (reason or "")
 
 
 def test_qkv_gradients_of_a_model(interpreter: Interpreter) -> None:
-    found, right = (interpreter.ask(job="model", heads=2, ours=ours) for ours in (True, False))
-    assert len(found) == 4
-    for name, gradient in found.items():
+    actual, right = (interpreter.ask(job="model", heads=2, ours=ours) for ours in (True, False))
+    assert len(actual) == 4
+    for name, gradient in actual.items():
         expected = torch.tensor(right[name])
         assert error(torch.tensor(gradient), expected) < 2e-5, name
         assert expected.abs().max() > 1e-3, name
 
 
 def test_small_inputs_use_pytorch_unless_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "fits", lambda *_: True)  # as on a GPU
+    monkeypatch.setattr(ours, "explain_unfit", lambda *_: None)  # as on a GPU
     small, large = torch.empty(1, 8, 192), torch.empty(LARGE // 192 + 1, 1, 192, device="meta")
     assert (is_faster(small, 1), is_faster(large, 1)) == (False, True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -342,8 +342,8 @@ def make_inputs(
     return qkv, normal(batch, tokens, heads * width, seed=1, device="cuda").to(dtype)
 
 
-def rms(found: Tensor, expected: Tensor) -> float:
-    return (found.double() - expected).square().mean().sqrt().item()
+def rms(actual: Tensor, expected: Tensor) -> float:
+    return (actual.double() - expected).square().mean().sqrt().item()
 
 
 @on_gpu()
@@ -352,15 +352,15 @@ def rms(found: Tensor, expected: Tensor) -> float:
 def test_gpu_error_is_at_most_1_5_times_flash_attention(tokens: int, width: int, dtype: torch.dtype) -> None:
     """Root mean square errors of tokens, dQ, dK and dV against float64: at most 1.5 times those of flash."""
     qkv, grad = make_inputs(tokens, width, dtype=dtype)
-    assert fits(qkv, 4)
+    assert explain_unfit(qkv, 4) is None
     expected = exact_gradients(qkv, grad, 4)
     errors = []
     for attend in (short_attention, peer):
         out = attend(qkv, 4)
         assert out.dtype is dtype
-        (found,) = torch.autograd.grad(out, qkv, grad)
-        assert found.isfinite().all()
-        parts = zip(found.chunk(3, -1), expected[2].chunk(3, -1), strict=True)
+        (actual,) = torch.autograd.grad(out, qkv, grad)
+        assert actual.isfinite().all()
+        parts = zip(actual.chunk(3, -1), expected[2].chunk(3, -1), strict=True)
         errors.append([rms(out, expected[0]), *(rms(mine, right) for mine, right in parts)])
     for mine, theirs in zip(*errors, strict=True):
         assert mine <= 1.5 * theirs + 1e-6
@@ -383,10 +383,10 @@ def test_gpu_extreme_logits_and_strides() -> None:
         qkv = room.copy_(host).requires_grad_()
         grad = normal(2, 197, 128, seed=1, device="cuda").bfloat16()
         out = short_attention(qkv, 2)
-        (found,) = torch.autograd.grad(out, qkv, grad)
+        (actual,) = torch.autograd.grad(out, qkv, grad)
         expected = exact_gradients(qkv, grad, 2)
         assert out.isfinite().all(), kind
-        assert found.isfinite().all(), kind
+        assert actual.isfinite().all(), kind
         assert error(out, expected[0]) <= 3e-2, kind
 
 
@@ -426,8 +426,8 @@ def test_gpu_tensors_beyond_32_bit_offsets() -> None:
     qkv.requires_grad_()
     out = short_attention(qkv, 12)
     assert torch.equal(out[-1:], short_attention(alone, 12))
-    (found,) = torch.autograd.grad(out, qkv, grad.expand_as(out).contiguous())
-    assert torch.equal(found[-1:], torch.autograd.grad(short_attention(alone, 12), alone, grad)[0])
+    (actual,) = torch.autograd.grad(out, qkv, grad.expand_as(out).contiguous())
+    assert torch.equal(actual[-1:], torch.autograd.grad(short_attention(alone, 12), alone, grad)[0])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from plainvit.models.fast.fp8 import (
     Fp8Linear,
     convert_to_fp8,
     emulate_matmul,
-    product,
+    matmul,
     quantize,
     use_fp8,
 )
@@ -62,8 +62,8 @@ def matmul_error_bound(a: Tensor, b: Tensor) -> Tensor:
     return (x + dx) @ (y + dy).t() - x @ y.t() + 1e-5 * (x @ y.t())
 
 
-def relative_error(found: Tensor, right: Tensor) -> float:
-    return ((found.double() - right).norm() / right.norm()).item()
+def relative_error(actual: Tensor, right: Tensor) -> float:
+    return ((actual.double() - right).norm() / right.norm()).item()
 
 
 def linear(K: int = 64, N: int = 96) -> tuple[nn.Linear, nn.Linear]:
@@ -97,8 +97,8 @@ def test_rows_of_zeros_and_of_tiny_numbers() -> None:
     assert q[0].float().abs().max() == 0
     assert q[1].float().unique().tolist() == [448]
     weight, bias = draw(16, 32), draw(1, 16)[0]
-    found = product(q, quantize(weight)[0], (scale, quantize(weight)[1]), bias, fast=True)
-    assert torch.equal(found[0], bias)
+    actual = matmul(q, quantize(weight)[0], (scale, quantize(weight)[1]), bias, fast=True)
+    assert torch.equal(actual[0], bias)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -115,13 +115,13 @@ def test_linear_and_its_gradients_are_close_to_float64(spread: float) -> None:
     plain, low = linear()
     x, g = draw(40, 64, spread=spread), draw(40, 96, seed=1, spread=spread)
     exact, rows = x.double().requires_grad_(), x.clone().requires_grad_()
-    right, found = plain(exact), low(rows)
+    right, actual = plain(exact), low(rows)
     right.backward(g.double())
-    found.backward(g)
-    assert ((found - right).abs() <= matmul_error_bound(x, low.weight)).all()
+    actual.backward(g)
+    assert ((actual - right).abs() <= matmul_error_bound(x, low.weight)).all()
     assert ((rows.grad - exact.grad).abs() <= matmul_error_bound(g, low.weight.t())).all()  # pyright: ignore
     # Two factors, each with a uniform rounding error of about 2.6 %: sqrt(2) times as much
-    assert 0.01 < relative_error(found.detach(), right.detach()) < 0.045, "rounded to e4m3, no more"
+    assert 0.01 < relative_error(actual.detach(), right.detach()) < 0.045, "rounded to e4m3, no more"
     assert 0.01 < relative_error(rows.grad, exact.grad) < 0.045  # pyright: ignore
     for ours, exact in zip(low.parameters(), plain.parameters(), strict=True):
         assert relative_error(ours.grad, exact.grad) < 1e-6, "not in fp8"  # pyright: ignore
@@ -130,10 +130,10 @@ def test_linear_and_its_gradients_are_close_to_float64(spread: float) -> None:
 def test_emulation_equals_scaled_mm_on_a_cpu() -> None:
     (a, rows), (b, columns), bias = quantize(draw(24, 64)), quantize(draw(32, 64, seed=1)), draw(1, 32)[0]
     try:
-        found = torch._scaled_mm(a, b.t(), rows, columns.t(), out_dtype=torch.float32)  # pyright: ignore
+        actual = torch._scaled_mm(a, b.t(), rows, columns.t(), out_dtype=torch.float32)  # pyright: ignore
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"this PyTorch has none: {str(error).splitlines()[0]}")
-    torch.testing.assert_close(emulate_matmul(a, b, (rows, columns), bias), found + bias, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(emulate_matmul(a, b, (rows, columns), bias), actual + bias, rtol=1e-4, atol=1e-4)
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_inaccurate_fp8_choice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> N
     """fp8 may lie further off than bf16, but not anywhere: here emulated, and as wrong as by a forgotten scale."""
     monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN,))
     monkeypatch.setattr(inference, "convert_to_fp8", lambda model: convert_to_fp8(model, torch.float32))
-    monkeypatch.setattr(inference, "time_calls", lambda calls, _: {choice: [choice is PLAIN] for choice in calls})
+    monkeypatch.setattr(inference, "time_choices", lambda calls, _: {choice: [choice is PLAIN] for choice in calls})
     eager = inference.Choice("fp8", "eager")
     config = configure("ViT-Ti/16", image_size=64)
     assert inference.measure(config, 4, CPU, (eager,)) == eager
@@ -284,10 +284,10 @@ def test_the_explanation_names_old_gpus_and_failing_kernels(monkeypatch: pytest.
 
     with FakeTensorMode():  # as if there were one: the trial's own tensors are checked, and nothing is computed
         assert fp8.explain_unsupported("cuda") == ""
-        monkeypatch.setattr(fp8, "product", failing)
-        found = fp8.explain_unsupported("cuda")
-    assert "CUBLAS_STATUS_NOT_SUPPORTED" in found
-    assert "\n" not in found
+        monkeypatch.setattr(fp8, "matmul", failing)
+        actual = fp8.explain_unsupported("cuda")
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in actual
+    assert "\n" not in actual
 
 
 def test_inference_copy_keeps_the_activation() -> None:
@@ -312,10 +312,12 @@ def test_gpu_kernel_equals_emulation(fast: bool, M: int, K: int, N: int) -> None
     assert not fp8.explain_unsupported("cuda")
     (a, rows), (b, columns) = quantize(draw(M, K, spread=1.0).cuda()), quantize(draw(N, K, seed=1).cuda())
     bias = draw(1, N)[0].cuda()
-    found = product(a, b, (rows, columns), bias, fast=fast)
+    actual = matmul(a, b, (rows, columns), bias, fast=fast)
     right = emulate_matmul(a, b, (rows, columns), bias.bfloat16())
-    assert found.dtype is torch.bfloat16
-    assert relative_error(found.float(), right.double()) < (2e-2 if fast else 3e-3), "rounding of bf16 and of fast sums"
+    assert actual.dtype is torch.bfloat16
+    assert relative_error(actual.float(), right.double()) < (2e-2 if fast else 3e-3), (
+        "rounding of bf16 and of fast sums"
+    )
 
 
 @tiny.on_gpu((8, 9))
@@ -328,14 +330,14 @@ def test_gpu_compiles_without_graph_breaks(fast_path: bool) -> None:
     if fast_path:
         accelerate(model)
     images = torch.randint(0, 256, (8, 3, 224, 224), dtype=torch.uint8, device="cuda")
-    found: list[tuple[Tensor, Tensor]] = []
+    actual: list[tuple[Tensor, Tensor]] = []
     for call in (model, torch.compile(model, fullgraph=True, dynamic=False)):
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             logits = call(images)
         logits.float().square().mean().backward()
-        found.append((logits.detach().float(), torch.cat([p.grad.flatten() for p in model.parameters()])))  # pyright: ignore
-    for eager, compiled in zip(*found, strict=True):  # which rounds to bf16 less often: some numbers fall otherwise
+        actual.append((logits.detach().float(), torch.cat([p.grad.flatten() for p in model.parameters()])))  # pyright: ignore
+    for eager, compiled in zip(*actual, strict=True):  # which rounds to bf16 less often: some numbers fall otherwise
         assert relative_error(compiled, eager.double()) < 0.15
 
 
@@ -345,13 +347,13 @@ def test_gpu_compiles_without_graph_breaks(fast_path: bool) -> None:
 def test_gpu_one_pass_quantization_equals_two_passes(K: int, activation: str) -> None:
     x = hidden_values(K).bfloat16()
     right = (ACTIVATIONS[activation](x.double()) if activation else x).float()
-    (found, scale), (_, scales) = fp8.quantize_rows_op(x.cuda(), activation), quantize(right)
+    (actual, scale), (_, scales) = fp8.quantize_rows_op(x.cuda(), activation), quantize(right)
     torch.testing.assert_close(scale.cpu(), scales, rtol=1e-5, atol=0)
     low, high = ((right / scales * (1 + off)).to(E4M3).float() for off in (-2e-5, 2e-5))
-    assert ((found.cpu().float() - low) * (found.cpu().float() - high) <= 0).all(), (
+    assert ((actual.cpu().float() - low) * (actual.cpu().float() - high) <= 0).all(), (
         "rounded to the nearest, except for ties"
     )
-    assert ((found.cpu().double() * scale.cpu() - right).abs() <= 1.001 * error_bound(right) + 1e-30).all()
+    assert ((actual.cpu().double() * scale.cpu() - right).abs() <= 1.001 * error_bound(right) + 1e-30).all()
 
 
 @tiny.on_gpu((8, 9))

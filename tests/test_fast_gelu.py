@@ -45,13 +45,13 @@ def evaluate(function: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("ours", "form"), [(gelu, "none"), (gelu_tanh, "tanh")])
 def test_error_is_that_of_pytorch_in_bf16(ours: Any, form: str) -> None:
     """Of all bf16 numbers, as many as PyTorch's or more come out as float64 rounded to bf16; none is two steps off."""
-    for found, plain, expected in zip(
+    for actual, plain, expected in zip(
         evaluate(ours), evaluate(partial(F.gelu, approximate=form)), gelu_in_float64(form), strict=True
     ):
-        right = (found == expected.bfloat16()).double().mean()
+        right = (actual == expected.bfloat16()).double().mean()
         assert right > 0.998
         assert right >= (plain == expected.bfloat16()).double().mean()
-        error = (found.double() - expected).abs()
+        error = (actual.double() - expected).abs()
         assert (error <= 2**-8 * expected.abs() + 2e-6)[LARGE].all()
         assert (error <= 2**-8 * expected.abs() + 1e-8)[~LARGE].all()
 
@@ -65,14 +65,14 @@ def test_gelu_linear_and_its_gradients_are_close_to_float64(tanh: bool) -> None:
     shapes = {"x": (3, 5, 24), "weight": (7, 24), "bias": (7,), "before": (24,)}
     given = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
     x, grad = given["x"], torch.randn(3, 5, 7, generator=generator)
-    found = gelu_linear(**given, tanh=tanh)
+    actual = gelu_linear(**given, tanh=tanh)
     wide = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
     without = wide["x"] - wide["before"].detach()
     right = F.linear(
         F.gelu(without + wide["before"], approximate="tanh" if tanh else "none"), wide["weight"], wide["bias"]
     )
-    torch.testing.assert_close(found.double(), right, rtol=0, atol=2e-5)
-    mine = torch.autograd.grad(found, list(given.values()), grad)
+    torch.testing.assert_close(actual.double(), right, rtol=0, atol=2e-5)
+    mine = torch.autograd.grad(actual, list(given.values()), grad)
     theirs = torch.autograd.grad(right, list(wide.values()), grad.double())
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=0, atol=5e-5)
@@ -146,9 +146,9 @@ def test_compiled_training_keeps_one_hidden_tensor(
     compute_loss(compile_and_record(accelerate(model), kept), images).backward()
     assert hidden_dtypes(kept, 96) == [torch.bfloat16] * 2
     assert len(hidden_dtypes(plain, 96)) == 4
-    found = gradients(model)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    actual = gradients(model)
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
         assert (gradient - expected[name]).norm() <= 0.03 * expected[name].norm(), name
 
 

@@ -60,7 +60,7 @@ def test_fastest_accurate_choice_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
         return {way: [order[way]] for way in calls}
 
     monkeypatch.setattr(inference, "compile_call", planted)
-    monkeypatch.setattr(inference, "time_calls", timed)
+    monkeypatch.setattr(inference, "time_choices", timed)
     assert measure(tiny.vit().config, 2, CPU) == right
     assert seen == [PLAIN, right]
 

@@ -80,8 +80,8 @@ def test_training_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, An
 
 
 def test_training_in_fp8_uses_fp8_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = operators(monkeypatch, learning=True, dtype=torch.bfloat16, fp8=True)
-    assert found == {"plainvit.short_attention", "checkpoint"}
+    actual = operators(monkeypatch, learning=True, dtype=torch.bfloat16, fp8=True)
+    assert actual == {"plainvit.short_attention", "checkpoint"}
 
 
 @pytest.mark.slow
@@ -106,8 +106,8 @@ def test_training_in_fp32_uses_no_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     ),
 )
 def test_inference_in_bf16(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: set[str]) -> None:
-    found = operators(monkeypatch, learning=False, dtype=torch.bfloat16, **changes)
-    assert found == {"plainvit.short_attention", *expected}
+    actual = operators(monkeypatch, learning=False, dtype=torch.bfloat16, **changes)
+    assert actual == {"plainvit.short_attention", *expected}
 
 
 def test_compiler_has_the_options_used() -> None:

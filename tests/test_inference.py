@@ -153,9 +153,9 @@ def test_a_non_finite_validation_is_reported_and_training_continues(
     runs.without_figures(monkeypatch)
     fail_validations(monkeypatch, {1, 3})
     fit(runs.config(steps=12, evaluations=4), tmp_path, quiet=False)
-    found = {line["step"]: line["val"] for line in metrics(tmp_path) if "val" in line}
-    assert {step: val.get("non_finite") for step, val in found.items()} == {3: 3, 6: None, 9: 3, 12: None}
-    assert all(("top1" in val) != ("non_finite" in val) for val in found.values())
+    validations = {line["step"]: line["val"] for line in metrics(tmp_path) if "val" in line}
+    assert {step: val.get("non_finite") for step, val in validations.items()} == {3: 3, 6: None, 9: 3, 12: None}
+    assert all(("top1" in val) != ("non_finite" in val) for val in validations.values())
     said = [line for line in capsys.readouterr().err.splitlines() if "validation" in line]
     assert ["best so far" in line for line in said[:2]] == [False, True]
     assert status(tmp_path)["state"] == "done"

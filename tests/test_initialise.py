@@ -10,20 +10,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import peer_models
 import pytest
 import torch
-from peers import from_timm, from_timm_resnet
 from scipy import stats
-from timm.layers import HybridEmbed, StdConv2d
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.resnetv2 import ResNetV2
-from timm.models.vision_transformer import VisionTransformer
-from timm.models.vision_transformer_hybrid import _resnetv2
 from torch import Tensor, nn
 
 import plainvit
 from plainvit.models import build
 from plainvit.names import configure
+from plainvit.weights.layout import emit
+from plainvit.weights.timm import layout_for
 
 D, M, DEPTH = 96, 160, 2
 SHAPE: dict[str, Any] = {"width": D, "mlp_dim": M, "depth": DEPTH, "heads": 3, "image_size": (32, 48)}
@@ -136,29 +134,11 @@ def test_google_scheme_of_bit() -> None:
 
 # timm -----------------------------------------------------------------------------------------------------------------
 
-TIMM_SHAPE: dict[str, Any] = {"embed_dim": D, "depth": DEPTH, "num_heads": 3, "mlp_ratio": M / D, "img_size": (32, 48)}
+TIMM_SHAPE: dict[str, Any] = {"embed_dim": D, "depth": DEPTH, "num_heads": 3, "mlp_ratio": M / D, "num_classes": 50}
 
 
-def timm_vit() -> nn.Module:
-    return VisionTransformer(patch_size=8, num_classes=50, reg_tokens=20, init_values=0.25, **TIMM_SHAPE)
-
-
-def timm_map() -> nn.Module:
-    return VisionTransformer(patch_size=8, num_classes=50, global_pool="map", **TIMM_SHAPE)
-
-
-def timm_distilled() -> nn.Module:
-    return VisionTransformerDistilled(patch_size=8, num_classes=50, **TIMM_SHAPE)
-
-
-def timm_hybrid(blocks: tuple[int, ...], patch: int) -> nn.Module:
-    embed = partial(HybridEmbed, backbone=_resnetv2(layers=blocks))
-    shape = TIMM_SHAPE | {"img_size": (32, 64)}
-    return VisionTransformer(patch_size=patch, num_classes=50, embed_layer=embed, **shape)
-
-
-def timm_bit() -> nn.Module:
-    return ResNetV2([2, 1], num_classes=50, stem_type="fixed", conv_layer=partial(StdConv2d, eps=1e-8))
+def make_timm(kind: Callable[..., nn.Module] = peer_models.timm_vit, **settings: Any) -> nn.Module:
+    return kind(**TIMM_SHAPE | {"img_size": (32, 48)} | settings, drawn=False).float()
 
 
 def our_vit(name: str = "ViT-Ti/8", **settings: Any) -> nn.Module:
@@ -172,13 +152,26 @@ def our_hybrid() -> nn.Module:
     return build(base.replace(stem=stem, patch=1, init="timm", **SHAPE | {"classes": 50, "image_size": (32, 64)}))
 
 
+HYBRID = partial(make_timm, peer_models.timm_hybrid, img_size=(32, 64))
 CASES: dict[str, tuple[Any, Any]] = {
-    "ViT": (timm_vit, lambda: our_vit(registers=20, posemb_prefix="all", layer_scale=0.25)),
-    "map": (timm_map, lambda: our_vit(pool="attention")),
-    "distilled": (timm_distilled, lambda: our_vit(distillation=True)),
-    "hybrid": (lambda: timm_hybrid((2, 1), 1), our_hybrid),
-    "hybrid of the root alone": (lambda: timm_hybrid((), 8), lambda: our_vit("R+ViT-Ti/16", image_size=(32, 64))),
-    "BiT": (timm_bit, lambda: plainvit.create("BiT-R50x1", 50, blocks=(2, 1), init="timm", seed=0)),
+    "ViT": (
+        partial(make_timm, reg_tokens=20, init_values=0.25),
+        lambda: our_vit(registers=20, posemb_prefix="all", layer_scale=0.25),
+    ),
+    "map": (partial(make_timm, global_pool="map"), lambda: our_vit(pool="attention")),
+    "distilled": (
+        partial(make_timm, partial(peer_models.timm_vit, VisionTransformerDistilled)),
+        lambda: our_vit(distillation=True),
+    ),
+    "hybrid": (partial(HYBRID, blocks=(2, 1), patch=1), our_hybrid),
+    "hybrid of the root alone": (
+        partial(HYBRID, blocks=(), patch=8),
+        lambda: our_vit("R+ViT-Ti/16", image_size=(32, 64)),
+    ),
+    "BiT": (
+        lambda: peer_models.timm_bit((2, 1), drawn=False).float(),
+        lambda: plainvit.create("BiT-R50x1", 7, blocks=(2, 1), init="timm", seed=0),
+    ),
 }
 
 
@@ -187,8 +180,8 @@ def test_timm_scheme_has_the_distributions_of_timm(case: str) -> None:
     """Constants are equal, and random tensors look drawn from one distribution."""
     make, ours = CASES[case]
     torch.manual_seed(0)
-    theirs = (from_timm_resnet if case == "BiT" else from_timm)(make().state_dict())
-    weights = ours().state_dict()
+    theirs, model = make().state_dict(), ours()
+    weights = emit(layout_for(model.config), model.state_dict(), model.config)
     assert weights.keys() == theirs.keys()
     assert [name for name, x in weights.items() if not alike(x, theirs[name])] == []
 

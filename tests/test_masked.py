@@ -111,7 +111,7 @@ def test_masks_of_held_out_images_depend_on_the_image_alone() -> None:
 
 def cells_by_numpy(image: np.ndarray, patch: int, cells: int) -> np.ndarray:
     """The 512-way colours [n, cells^2] of an image [3, H, W] in bytes, one cell after the other."""
-    side, found = patch // cells, []
+    side, colours = patch // cells, []
     for top in range(0, image.shape[1], patch):
         for left in range(0, image.shape[2], patch):
             one = []
@@ -120,8 +120,8 @@ def cells_by_numpy(image: np.ndarray, patch: int, cells: int) -> np.ndarray:
                     mean = image[:, y : y + side, x : x + side].astype(np.float64).mean((1, 2))
                     red, green, blue = (int(value) >> 5 for value in mean)  # the three highest of eight bits
                     one.append(red * 64 + green * 8 + blue)
-            found.append(one)
-    return np.array(found)
+            colours.append(one)
+    return np.array(colours)
 
 
 @pytest.mark.parametrize(("target", "cells"), [("colour", 1), ("colours16", 4)])
@@ -140,8 +140,8 @@ def test_pixels_equal_numpy(normalise: bool) -> None:
     net = objective("mae", PIXELS.replace(normalise=normalise), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
     images, places = tiny.images(2), torch.tensor([[14, 0, 6], [3, 2, 1]])
     x = (images.numpy() - np.reshape((0.4, 0.5, 0.6), (3, 1, 1))) / np.reshape((0.2, 0.3, 0.4), (3, 1, 1))
-    for row, found in zip(range(2), net.pixels(images, places).numpy(), strict=True):
-        for place, one in zip(places[row].tolist(), found, strict=True):
+    for row, targets in zip(range(2), net.pixels(images, places).numpy(), strict=True):
+        for place, one in zip(places[row].tolist(), targets, strict=True):
             top, left = place // 5 * 8, place % 5 * 8
             wanted = x[row, :, top : top + 8, left : left + 8]
             if normalise:
@@ -215,9 +215,9 @@ def test_mae_encoder_equals_plain_vit_on_a_subset(settings: dict[str, Any]) -> N
     x = torch.stack(rows)
     for block in model.blocks:
         x = block(x)
-    found = net.encode_visible(images, order)
-    assert found.shape[1] == first + 15 - math.ceil(0.75 * 15)
-    assert tiny.difference(found, model.norm(x)) < 1e-12
+    actual = net.encode_visible(images, order)
+    assert actual.shape[1] == first + 15 - math.ceil(0.75 * 15)
+    assert tiny.difference(actual, model.norm(x)) < 1e-12
 
 
 def find_visible(net: PredictPatches, images: Tensor, *masks: Tensor) -> Tensor:
@@ -249,20 +249,10 @@ def test_every_trained_parameter_has_a_gradient(name: Any, settings: dict[str, A
 
 
 def peer(normalise: bool) -> Any:
-    config = transformers.ViTMAEConfig(
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        image_size=32,
-        patch_size=8,
-        decoder_hidden_size=32,
-        decoder_num_hidden_layers=2,
-        decoder_num_attention_heads=4,
-        decoder_intermediate_size=128,
-        mask_ratio=0.75,
-        norm_pix_loss=normalise,
-    )
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    shape |= {"image_size": 32, "patch_size": 8, "decoder_hidden_size": 32, "decoder_num_hidden_layers": 2}
+    shape |= {"decoder_num_attention_heads": 4, "decoder_intermediate_size": 128}
+    config = transformers.ViTMAEConfig(**shape, mask_ratio=0.75, norm_pix_loss=normalise)
     model = transformers.ViTMAEForPreTraining(config).double().eval()
     scramble(model)
     return model
@@ -270,7 +260,7 @@ def peer(normalise: bool) -> Any:
 
 def from_peer(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """ViTMAE's weights in our names; pixels (row, column, channel) become (channel, row, column)."""
-    found: dict[str, Tensor] = {
+    renamed: dict[str, Tensor] = {
         "model.class_token": state["vit.embeddings.cls_token"][0],
         "model.positions.0.table": state["vit.embeddings.position_embeddings"][0],
         "model.embedding.weight": state["vit.embeddings.patch_embeddings.projection.weight"].flatten(1),
@@ -281,19 +271,19 @@ def from_peer(state: dict[str, Tensor]) -> dict[str, Tensor]:
     layers = {"vit.layers": "model.blocks", "decoder.decoder_layers": "decoder.blocks"}
     norms = {"layernorm_before": "norm1", "layernorm_after": "norm2", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
     for leaf in ("weight", "bias"):
-        found[f"model.norm.{leaf}"] = state[f"vit.layernorm.{leaf}"]
-        found[f"decoder.embedding.{leaf}"] = state[f"decoder.decoder_embed.{leaf}"]
-        found[f"decoder.norm.{leaf}"] = state[f"decoder.decoder_norm.{leaf}"]
+        renamed[f"model.norm.{leaf}"] = state[f"vit.layernorm.{leaf}"]
+        renamed[f"decoder.embedding.{leaf}"] = state[f"decoder.decoder_embed.{leaf}"]
+        renamed[f"decoder.norm.{leaf}"] = state[f"decoder.decoder_norm.{leaf}"]
         pixels = state[f"decoder.decoder_pred.{leaf}"]
-        found[f"decoder.prediction.{leaf}"] = pixels.unflatten(0, (8, 8, 3)).movedim(2, 0).flatten(0, 2)
+        renamed[f"decoder.prediction.{leaf}"] = pixels.unflatten(0, (8, 8, 3)).movedim(2, 0).flatten(0, 2)
         for theirs, ours in layers.items():
             for i in range(2):
                 qkv = [state[f"{theirs}.{i}.attention.{letter}_proj.{leaf}"] for letter in "qkv"]
-                found[f"{ours}.{i}.attention.qkv.{leaf}"] = torch.cat(qkv)
-                found[f"{ours}.{i}.attention.out.{leaf}"] = state[f"{theirs}.{i}.attention.o_proj.{leaf}"]
+                renamed[f"{ours}.{i}.attention.qkv.{leaf}"] = torch.cat(qkv)
+                renamed[f"{ours}.{i}.attention.out.{leaf}"] = state[f"{theirs}.{i}.attention.o_proj.{leaf}"]
                 for name, own in norms.items():
-                    found[f"{ours}.{i}.{own}.{leaf}"] = state[f"{theirs}.{i}.{name}.{leaf}"]
-    return found
+                    renamed[f"{ours}.{i}.{own}.{leaf}"] = state[f"{theirs}.{i}.{name}.{leaf}"]
+    return renamed
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -320,9 +310,9 @@ def test_mae_equals_transformers(normalise: bool) -> None:
         | {name: torch.zeros_like(p) for name, p in theirs.named_parameters() if p.grad is None}
     ).items():
         if "positions" not in name:  # fixed there
-            found = net.get_parameter(name).grad
-            assert found is not None
-            assert (found - gradient).abs().max() < 1e-9, name
+            actual = net.get_parameter(name).grad
+            assert actual is not None
+            assert (actual - gradient).abs().max() < 1e-9, name
 
 
 def test_decoder_is_initialised_as_published() -> None:

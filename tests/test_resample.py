@@ -1,4 +1,4 @@
-"""Positions and patch kernels on another grid: against scipy's zoom, timm's resampling, NumPy's pinv, linear ramps."""
+"""Positions on another grid: against scipy's zoom, timm's resampling, a matrix in NumPy."""
 
 from typing import Any
 
@@ -8,14 +8,12 @@ import reference
 import scipy.ndimage
 import tiny
 import torch
-import torch.nn.functional as F
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor
 
-from plainvit import Trace
-from plainvit.models.resample import METHODS, resample_kernel, resample_table, resize
+from plainvit.models.resample import METHODS, resample_table, resize
 
 EXACT = 1e-10
 Grid = tuple[int, int]
@@ -87,36 +85,6 @@ def test_half_precision_is_rounded_once(method: str, dtype: torch.dtype) -> None
     table = random_table((4, 6), dtype=dtype)
     resampled = resample_table(table, (4, 6), (7, 5), method)
     assert torch.equal(resampled, resample_table(table.float(), (4, 6), (7, 5), method).to(dtype))
-    kernel = random_table((4, 48), 1, dtype).view(4, -1)
-    assert torch.equal(
-        resample_kernel(kernel, (4, 4), (6, 5)), resample_kernel(kernel.double(), (4, 4), (6, 5)).to(dtype)
-    )
-
-
-# Kernels --------------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=30)
-@given(st.tuples(st.integers(1, 6), st.integers(1, 6)), st.tuples(st.integers(1, 9), st.integers(1, 9)))
-def test_kernels_equal_numpy_pseudo_inverse(old: Grid, new: Grid) -> None:
-    weight = random_table((4, 2 * old[0] * old[1]), 1).view(4, -1)  # [D, C*P*Q] of two channels
-    matrix = np.kron(resizing_matrix(old[0], new[0]), resizing_matrix(old[1], new[1]))  # [P'Q', PQ]
-    expected = weight.view(4, 2, -1).numpy() @ np.linalg.pinv(matrix.T).T
-    found = resample_kernel(weight, old, new)
-    assert np.abs(found.view(4, 2, -1).numpy() - expected).max() < 1e-8
-
-
-@pytest.mark.parametrize("patch", [(8, 8), (10, 8), (16, 13), (24, 32)])
-def test_enlarged_patches_give_the_same_tokens(patch: Grid) -> None:
-    """FlexiViT's property: each patch enlarged on its own, read by the resampled kernel."""
-    model = tiny.vit()
-    size = 3 * patch[0], 5 * patch[1]
-    larger = resize(model, size, patch=patch)
-    images = tiny.images()
-    pixels = images.view(2, 3, 3, 8, 5, 8).permute(0, 2, 4, 1, 3, 5).reshape(30, 3, 8, 8)
-    pixels = F.interpolate(pixels, size=patch, mode="bilinear")
-    enlarged = pixels.view(2, 3, 5, 3, *patch).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, *size)
-    assert tiny.difference(larger(enlarged), model(images)) < 1e-8
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -172,13 +140,6 @@ def test_sincos_positions_are_computed_for_the_new_grid() -> None:
     assert np.abs(table.numpy() - reference.sincos2d(5, 4, 48)).max() < EXACT
 
 
-def test_relative_positions_keep_their_grid() -> None:
-    model = tiny.vit(posemb="relative")
-    same_grid = resize(model, (48, 80), patch=16)
-    assert torch.equal(same_grid.blocks[0].attention.relative.table, model.blocks[0].attention.relative.table)
-    assert same_grid(tiny.images(size=(48, 80))).shape == (2, 7)
-
-
 def test_resize_hybrid() -> None:
     model = tiny.hybrid()  # 48 x 80 pixels, 6 x 10 tokens
     resized = resize(model, (64, 32))
@@ -197,26 +158,14 @@ def test_resize_keeps_mode_dtype_frozen_weights_and_the_old_model(training: bool
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     logits = model(images)
-    resized = resize(model, LARGER["size"], patch=4)
+    resized = resize(model, LARGER["size"])
     assert all(module.training is training for module in resized.modules())
     assert {x.dtype for x in resized.state_dict().values()} == {dtype}
     assert torch.equal(resized.normalise.mean.value, model.normalise.mean.value)
     assert {name for name, p in resized.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
     assert model.config.image_size == (24, 40)
-    for unchanged in (model, resize(model), resize(model, (24, 40), patch=8)):
+    for unchanged in (model, resize(model, (24, 40))):
         assert torch.equal(unchanged(images), logits)
-
-
-def test_resize_by_patch_alone() -> None:
-    """Half the patch on the same image: twice the rows and columns, and the positions follow."""
-    model = tiny.vit()
-    resized = resize(model, patch=(4, 8))
-    assert resized.config.grid == (6, 5)
-    expected = zoom(model.positions[0].table[1:], (3, 5), (6, 5))
-    assert tiny.difference(resized.positions[0].table[1:], expected) < EXACT
-    trace = Trace("patches")
-    resized(tiny.images(), trace)
-    assert trace["patches"].shape == (2, 30, 48)
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
@@ -228,7 +177,6 @@ def test_resize_by_patch_alone() -> None:
         ("bicubik.*nearest: bicubic", lambda: resize(tiny.vit(), 64, method="bicubik")),
         ("nearest: 24 or 32", lambda: resize(tiny.vit(), (30, 40))),
         ("image_size", lambda: resize(tiny.vit(), 0)),
-        ("patch", lambda: resize(tiny.vit(), patch=0)),
         ("15 positions", lambda: resample_table(random_table((3, 5)), (4, 4), (5, 5))),
         ("bicubik", lambda: resample_table(random_table((3, 5)), (3, 5), (5, 5), "bicubik")),
         ("relative", lambda: resize(tiny.vit(posemb="relative"), 64)),

@@ -54,13 +54,13 @@ def test_full_trace_records_exactly_the_listed_names(make: Any, training: bool) 
 @every_model
 def test_trace_changes_neither_logits_nor_gradients(make: Any) -> None:
     model = make()
-    found = []
+    results = []
     for trace in (None, Trace("*")):
         model.zero_grad()
         logits = model(images_for(model), trace)
         logits.square().sum().backward()
-        found.append((logits, {name: p.grad.clone() for name, p in model.named_parameters()}))
-    (logits, gradients), (logits_traced, gradients_traced) = found
+        results.append((logits, {name: p.grad.clone() for name, p in model.named_parameters()}))
+    (logits, gradients), (logits_traced, gradients_traced) = results
     assert torch.equal(logits, logits_traced)
     assert all(torch.equal(gradients[name], gradients_traced[name]) for name in gradients)
 

@@ -1,10 +1,11 @@
-"""The ViT against independent references: timm, torchvision, transformers, torch.nn's own layers, and NumPy float64.
+"""The parts of the ViT against independent references: torch.nn's own layers and NumPy float64.
 
-Peers get random weights, which peers.py copies into plainvit; logits then agree to 1e-10 in float64.
+Whole models are compared with other libraries in test_weights_*.py.
 """
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,10 @@ import reference
 import tiny
 import torch
 import torch.nn.functional as F
-from peers import from_encoder_layer, from_timm, from_torchvision, from_transformers, scramble
+from peer_models import timm_vit
+from peers import from_encoder_layer, normalise, scramble, write
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torchvision.models import VisionTransformer as TorchvisionViT
-from transformers import ViTConfig as TransformersConfig
-from transformers import ViTForImageClassification
 
 import plainvit
 from plainvit import Trace
@@ -29,127 +27,18 @@ EXACT = 1e-10
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-# The same logits as the other libraries -------------------------------------------------------------------------------
-
-
-def timm_vit(kind: type[VisionTransformer] = VisionTransformer, **settings: Any) -> VisionTransformer:
-    shape = {"img_size": (24, 40), "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4, "mlp_ratio": 2.0}
-    model = kind(**shape | {"num_classes": 7} | settings).double().eval()
-    scramble(model)
-    return model
-
-
-TIMM_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # timm's settings, and ours
-    "plain": ({}, {}),
-    "registers": ({"reg_tokens": 3}, {"registers": 3, "posemb_prefix": "all"}),
-    "registers without rows": (
-        {"reg_tokens": 2, "no_embed_class": True},
-        {"registers": 2, "posemb_prefix": "none"},
-    ),
-    "LayerScale": ({"init_values": 0.1}, {"layer_scale": 0.1}),
-    "no_embed_class": ({"no_embed_class": True}, {"posemb_prefix": "none"}),
-    "average, fc_norm": ({"global_pool": "avg"}, {"pool": "average", "norm_pooled": True}),
-    "average, norm": ({"global_pool": "avg", "fc_norm": False}, {"pool": "average"}),
-    "average, registers": (
-        {"global_pool": "avg", "reg_tokens": 2, "fc_norm": False},
-        {"pool": "average", "registers": 2, "posemb_prefix": "all"},
-    ),
-    "token, fc_norm": ({"fc_norm": True}, {"norm_pooled": True}),
-    "average, no class token": (
-        {"global_pool": "avg", "class_token": False, "fc_norm": False},
-        {"pool": "average", "class_token": False},
-    ),
-    "map": ({"global_pool": "map"}, {"pool": "attention"}),
-    "map, no class token": (
-        {"global_pool": "map", "class_token": False, "reg_tokens": 1, "no_embed_class": True},
-        {"pool": "attention", "class_token": False, "registers": 1, "posemb_prefix": "none"},
-    ),
-    "no positions": ({"pos_embed": "none"}, {"posemb": "none"}),
-    "gelu_tanh": ({"act_layer": "gelu_tanh"}, {"activation": "gelu_tanh"}),
-    "quick_gelu": ({"act_layer": "quick_gelu"}, {"activation": "gelu_sigmoid"}),
-    "relu": ({"act_layer": "relu"}, {"activation": "relu"}),
-    "square": ({"img_size": 32}, {"image_size": 32}),
-    "tall, rectangular patch": (
-        {"img_size": (36, 16), "patch_size": (12, 8)},
-        {"image_size": (36, 16), "patch": (12, 8)},
-    ),
-    "five channels": ({"in_chans": 5}, {"channels": 5}),
-    "one channel": ({"in_chans": 1}, {"channels": 1}),
-    "headless": ({"num_classes": 0}, {"classes": 0}),
-    "ImageNet pixels": ({}, {"mean": IMAGENET[0], "std": IMAGENET[1]}),
-}
-
-
-@pytest.mark.parametrize(("theirs", "ours"), TIMM_CASES.values(), ids=TIMM_CASES)
-def test_equals_timm(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    peer = timm_vit(**theirs)
-    model = tiny.vit(numerics="timm", **ours)
-    model.load_state_dict(from_timm(peer.state_dict()))
-    images = tiny.images(size=model.config.image_size, channels=model.config.channels)
-    mean, std = (torch.tensor(x, dtype=torch.float64).view(-1, 1, 1) for x in (model.config.mean, model.config.std))
+def test_distilled_deit_equals_timm(tmp_path: Path) -> None:
+    """Features, and in training each head's logits; tests/test_weights_parity.py compares all other logits."""
+    peer = timm_vit(VisionTransformerDistilled)
+    model = plainvit.load(write(peer.state_dict(), tmp_path / "m.safetensors"), heads=4, dtype=None)
+    images = tiny.images(size=(32, 32))
+    pixels = normalise(model, images)
     with torch.inference_mode():
-        assert tiny.difference(model(images), peer((images - mean) / std)) < EXACT
-
-
-def test_distilled_deit_equals_timm() -> None:
-    """The mean of both heads, features, and in training each head."""
-    peer, model = timm_vit(VisionTransformerDistilled), tiny.vit(numerics="timm", distillation=True)
-    model.load_state_dict(from_timm(peer.state_dict()))
-    images = tiny.images()
-    with torch.inference_mode():
-        assert tiny.difference(model(images), peer(images * 2 - 1)) < EXACT
-        pooled = peer.forward_head(peer.forward_features(images * 2 - 1), pre_logits=True)
+        pooled = peer.forward_head(peer.forward_features(pixels), pre_logits=True)
         assert tiny.difference(model.features(images), pooled) < EXACT
         peer.set_distilled_training(True)
-        for ours, theirs in zip(model.train()(images), peer.train()(images * 2 - 1), strict=True):
+        for ours, theirs in zip(model.train()(images), peer.train()(pixels), strict=True):
             assert tiny.difference(ours, theirs) < EXACT
-
-
-def test_positions_of_the_class_token_but_not_of_registers() -> None:
-    """posemb_prefix "class": timm's full table with zero rows for the registers."""
-    peer = timm_vit(reg_tokens=2)
-    with torch.no_grad():
-        peer.pos_embed[:, 1:3] = 0
-    state = from_timm(peer.state_dict())
-    state["positions.0.table"] = torch.cat((state["positions.0.table"][:1], state["positions.0.table"][3:]))
-    model = tiny.vit(numerics="timm", registers=2, posemb_prefix="class")
-    model.load_state_dict(state)
-    with torch.inference_mode():
-        assert tiny.difference(model(tiny.images()), peer(tiny.images() * 2 - 1)) < EXACT
-
-
-@pytest.mark.parametrize("representation", [None, 20])
-def test_equals_torchvision(representation: int | None) -> None:
-    shape = {"image_size": 32, "patch_size": 8, "num_layers": 3, "num_heads": 4, "hidden_dim": 48, "mlp_dim": 96}
-    peer = TorchvisionViT(**shape, num_classes=7, representation_size=representation).double().eval()
-    scramble(peer)
-    model = tiny.vit(numerics="torchvision", image_size=32, representation=representation or 0)
-    model.load_state_dict(from_torchvision(peer.state_dict()))
-    images = tiny.images(size=(32, 32))
-    with torch.inference_mode():
-        assert tiny.difference(model(images), peer(images * 2 - 1)) < EXACT
-
-
-def test_equals_transformers() -> None:
-    shape = {"image_size": (24, 40), "patch_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = TransformersConfig(**shape, hidden_size=48, intermediate_size=96, num_labels=7)
-    peer, model = ViTForImageClassification(config).double().eval(), tiny.vit(numerics="transformers")
-    scramble(peer)
-    model.load_state_dict(from_transformers(peer.state_dict()))
-    images = tiny.images()
-    with torch.inference_mode():
-        assert tiny.difference(model(images), peer(images * 2 - 1).logits) < EXACT
-
-
-def test_equals_numpy_reference() -> None:
-    """Google's numbers, eqs. 1 to 8 in NumPy."""
-    model = tiny.vit()
-    images = tiny.images()
-    pixels = images.numpy() * 2 - 1
-    weights = reference.weights_of(model)
-    cut = pixels.reshape(2, 3, 3, 8, 5, 8).transpose(0, 2, 4, 1, 3, 5).reshape(2, 15, -1)
-    logits = reference.vit(reference.linear(cut, weights, "embedding"), weights, depth=3, heads=4)
-    assert tiny.difference(model(images), torch.from_numpy(logits)) < EXACT
 
 
 # Pixels ---------------------------------------------------------------------------------------------------------------

@@ -47,29 +47,7 @@ def clip(kind: str, **settings: Any) -> Callable[[], Any]:
     return peer(kind, "CLIPVision", projection_dim=16, **settings)
 
 
-def mae(decoder: str) -> Callable[[], Any]:
-    """With the decoder's layers under the name of some version: `decoder` is "" for the installed one's."""
-    inner = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}
-    build = peer("ViTMAEForPreTraining", mask_ratio=0.0, **inner)
-
-    def build_renamed() -> Any:
-        model = build()
-        save = model.save_pretrained
-
-        def save_renamed(folder: Path) -> None:
-            save(folder)
-            state = safetensors.torch.load_file(folder / "model.safetensors")
-            pattern = r"^decoder\.decoder_(encoder\.layer|layers)\."
-            state = {re.sub(pattern, decoder, name) if decoder else name: x for name, x in state.items()}
-            assert any(name.startswith(decoder or "decoder.") for name in state)
-            safetensors.torch.save_file(state, folder / "model.safetensors")
-
-        model.save_pretrained = save_renamed
-        return model
-
-    return build_renamed
-
-
+MAE = {"mask_ratio": 0.0, "decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}
 NAMED = {"id2label": dict(enumerate(NAMES))}
 BEIT = {"use_relative_position_bias": True, **LABELS}
 PEERS: dict[str, Callable[[], Any]] = {
@@ -87,9 +65,7 @@ PEERS: dict[str, Callable[[], Any]] = {
     "deit": peer("DeiTForImageClassification", **LABELS),
     "deit teacher": peer("DeiTForImageClassificationWithTeacher", **LABELS),
     "deit pooler": peer("DeiTModel"),
-    "mae": mae(""),
-    "mae old names": mae("decoder.decoder_layers."),
-    "mae new names": mae("decoder.decoder_encoder.layer."),
+    "mae": peer("ViTMAEForPreTraining", **MAE),
     "clip": clip("CLIPVisionModel"),
     "clip gelu": clip("CLIPVisionModel", hidden_act="gelu"),
     "clip projection": clip("CLIPVisionModelWithProjection"),
@@ -116,7 +92,7 @@ BY_FLAG = ("vit", "deit", "mae", "clip", "siglip", "ijepa")  # which interpolate
 
 def run(name: str, model: Any, pixels: Tensor, **flags: Any) -> Tensor:
     """What the class computes for a classifier or for features."""
-    if name.startswith("mae"):  # its encoder shuffles patches, unless noise ascends
+    if name == "mae":  # its encoder shuffles patches, unless noise ascends
         order = torch.arange(pixels.shape[2] * pixels.shape[3] // 64).expand(len(pixels), -1)
         return model.vit(pixels, noise=order, **flags).last_hidden_state[:, 0]
     out = model(pixels, **flags)
@@ -163,11 +139,10 @@ def test_other_resolution_equals_transformers(tmp_path: Path, name: str, size: t
     compare(partial(plainvit.load, tmp_path, image_size=size), partial(run, name, theirs, **flags), close)
 
 
-UNWRITTEN = ("clip classifier", "mae old names", "mae new names")
 AS_OTHER_CLASS = {"siglip classifier": "IJepaForImageClassification", "mae": "ViTModel"}
 
 
-@pytest.mark.parametrize("name", [name for name in PEERS if name not in UNWRITTEN])
+@pytest.mark.parametrize("name", [name for name in PEERS if name != "clip classifier"])
 def test_written_folder_equals_the_original(tmp_path: Path, name: str) -> None:
     make(name, tmp_path / "a")
     model = plainvit.load(tmp_path / "a")
@@ -328,36 +303,33 @@ def test_other_resolution_equals_timm(tmp_path: Path, name: str, size: tuple[int
     compare(partial(plainvit.load, tmp_path, image_size=size), theirs.double(), 5e-6)  # timm resamples in fp32
 
 
+TO_OPEN_CLIP = {
+    "vision_model.": "",
+    "encoder.layers": "transformer.resblocks",
+    "pre_layrnorm": "ln_pre",
+    "layer_norm": "ln_",
+    "embeddings.class_embedding": "class_embedding",
+    "embeddings.patch_embedding": "conv1",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "post_layernorm": "ln_post",
+    "self_attn": "attn",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+}
+
+
 def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """transformers' CLIP tower under open_clip's names, by a table that shares no code with plainvit."""
     out = {"logit_scale": torch.zeros(()), "ln_final.weight": torch.zeros(4)}
+    out["visual.proj"] = state.pop("visual_projection.weight").T.contiguous()
+    for name in [name for name in state if ".q_proj." in name]:
+        parts = [state.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
+        state[name.replace("q_proj.", "in_proj_")] = torch.cat(parts)
     for name, x in state.items():
-        name = name.removeprefix("vision_model.").replace("encoder.layers", "transformer.resblocks")
-        for old, new in (
-            ("embeddings.class_embedding", "class_embedding"),
-            ("embeddings.patch_embedding", "conv1"),
-            ("embeddings.position_embedding.weight", "positional_embedding"),
-            ("pre_layrnorm", "ln_pre"),
-            ("post_layernorm", "ln_post"),
-            ("layer_norm", "ln_"),
-            ("self_attn", "attn"),
-            ("mlp.fc1", "mlp.c_fc"),
-            ("mlp.fc2", "mlp.c_proj"),
-        ):
+        for old, new in TO_OPEN_CLIP.items():
             name = name.replace(old, new)
-        if name == "visual_projection.weight":
-            out["visual.proj"] = x.T.contiguous()
-        elif ".q_proj." in name:
-            parts = [state[key] for key in _projections_of(name)]
-            out["visual." + name.replace("q_proj.", "in_proj_")] = torch.cat(parts)
-        elif not re.search(r"\.[kv]_proj\.", name):
-            out[f"visual.{name}"] = x
+        out[f"visual.{name}"] = x
     return out
-
-
-def _projections_of(name: str) -> list[str]:
-    layer, leaf = re.search(r"resblocks\.(\d+)\..*\.(\w+)$", name).groups()
-    return [f"vision_model.encoder.layers.{layer}.self_attn.{letter}_proj.{leaf}" for letter in "qkv"]
 
 
 @pytest.mark.parametrize("openai", [False, True])

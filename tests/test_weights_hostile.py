@@ -30,6 +30,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peers import write
+from test_weights_save import small
 from torch import Tensor, nn
 
 import plainvit
@@ -80,65 +81,50 @@ def expect_error(path: Path, **hints: Any) -> str:
 
 # Sound files, small enough that most of their bytes matter ------------------------------------------------------------
 
-SMALL: dict[str, Any] = {"width": 16, "depth": 1, "heads": 2, "mlp_dim": 8, "image_size": 16, "classes": 3}
 HINTS = {"heads": 2}
-
-
-def small(**settings: Any) -> Any:
-    return tiny.vit(torch.float32, **SMALL | settings)
-
-
-@cache
-def valid_weights(kind: str) -> Values:
-    """Weights of each layout under its own names, as plainvit writes them."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _make_weights(kind, Path(folder))
-
-
-def _make_weights(kind: str, folder: Path) -> Values:
-    if kind in ("google", "big_vision"):
-        model = small() if kind == "google" else small(pool="attention", class_token=False)
-        with np.load(plainvit.save(model, folder / "m.npz", format="google")) as archive:
-            return {name: torch.from_numpy(archive[name]) for name in archive.files}
-    if kind == "scanned":
-        flat = valid_weights("big_vision")
-        return {
-            name.replace("encoderblock_0", "encoderblock"): x[None] if "encoderblock_0" in name else x
-            for name, x in flat.items()
-        }
-    if kind == "hybrid":
-        arrays = google.original(cells=4, stem=google.stem_arrays((1,)), kernel=(1, 1, 256))
-        return {name: torch.from_numpy(x) for name, x in arrays.items()}
-    if kind == "BiT":
-        return {name: torch.from_numpy(x) for name, x in google.bit_arrays((1,)).items()}
-    if kind == "timm BiT":
-        plainvit.save(tiny.bit(torch.float32, (1,), "timm"), folder / "m.pth", format="timm")
-        return torch.load(folder / "m.pth", weights_only=True)
-    if kind == "transformers":
-        path = plainvit.save(small(numerics="timm"), folder / "m", format="transformers") / "model.safetensors"
-        return safetensors.torch.load_file(path)
-    if kind in TOWERS:
-        settings, format_ = TOWERS[kind]
-        path = plainvit.save(small(numerics="timm", **settings), folder / "m", format=format_)
-        return safetensors.torch.load_file(path / "model.safetensors" if path.is_dir() else path)
-    if kind == "plainvit":
-        return {name: x.clone() for name, x in small().state_dict().items()}
-    plainvit.save(small(numerics="timm"), folder / "m.pth", format=kind)
-    return torch.load(folder / "m.pth", weights_only=True)
 
 
 CLIP = {"norm_embedding": "tokens", "embedding_bias": False, "classes": 0, "projection": 12, "norm_eps": 1e-5}
 DINO = {"rotary": "dinov3", "posemb": "none", "registers": 2, "layer_scale": 0.1, "classes": 0, "norm_eps": 1e-5}
 EVA = {"rotary": "eva02", "gated": True, "activation": "silu", "norm_inner": "mlp", "block_bias": "no_k"}
-TOWERS: dict[str, tuple[dict[str, Any], str]] = {
-    "CLIP": (CLIP, "transformers"),
-    "SigLIP": ({"pool": "attention", "class_token": False, "classes": 0}, "transformers"),
-    "DINOv3": (DINO | {"block_bias": "no_k"}, "transformers"),
-    "open_clip": (CLIP, "open_clip"),
-    "EVA-02": (EVA, "timm"),
+TIMM = {"numerics": "timm"}
+# kind: the file's name, its format, and the settings of the model
+SAVED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "plainvit": ("m.safetensors", "plainvit", {}),
+    "timm": ("m.safetensors", "timm", TIMM),
+    "transformers": ("m", "transformers", TIMM),
+    "torchvision": ("m.safetensors", "torchvision", TIMM),
+    "CLIP": ("m", "transformers", TIMM | CLIP),
+    "SigLIP": ("m", "transformers", TIMM | {"pool": "attention", "class_token": False, "classes": 0}),
+    "DINOv3": ("m", "transformers", TIMM | DINO | {"block_bias": "no_k"}),
+    "open_clip": ("m.safetensors", "open_clip", TIMM | CLIP),
+    "EVA-02": ("m.safetensors", "timm", TIMM | EVA),
+    "google": ("m.npz", "google", {}),
+    "big_vision": ("m.npz", "google", {"pool": "attention", "class_token": False}),
 }
 ARCHIVES = ("google", "hybrid", "big_vision", "scanned", "BiT")
-KINDS = ("plainvit", "timm", "timm BiT", "transformers", "torchvision", *TOWERS, *ARCHIVES)
+KINDS = (*SAVED, "timm BiT", "hybrid", "scanned", "BiT")
+
+
+@cache
+def valid_weights(kind: str) -> Values:
+    """Weights of each layout under its own names, as plainvit writes them."""
+    if kind == "scanned":
+        flat = valid_weights("big_vision").items()
+        stacked = {name: x[None] if "encoderblock_0" in name else x for name, x in flat}
+        return {name.replace("encoderblock_0", "encoderblock"): x for name, x in stacked.items()}
+    if kind in ("hybrid", "BiT"):
+        is_bit, hybrid = kind == "BiT", {"stem": google.stem_shapes((1,)), "kernel": (1, 1, 256)}
+        arrays = google.bit_arrays((1,)) if is_bit else google.original(cells=4, **hybrid)
+        return {name: torch.from_numpy(x) for name, x in arrays.items()}
+    name, format_, settings = SAVED.get(kind, ("m.safetensors", "timm", {}))
+    model = tiny.bit(torch.float32, (1,), "timm") if kind == "timm BiT" else small(**settings)
+    with tempfile.TemporaryDirectory() as folder:
+        path = plainvit.save(model, Path(folder) / name, format=format_)
+        if path.suffix == ".npz":
+            with np.load(path) as archive:
+                return {key: torch.from_numpy(archive[key]) for key in archive.files}
+        return safetensors.torch.load_file(path / "model.safetensors" if path.is_dir() else path)
 
 
 @cache
@@ -232,13 +218,13 @@ def test_wrong_shape_is_an_error(tmp_path: Path, kind: str, change: str) -> None
         wrong = SHAPES[change](x)
         if wrong.shape == x.shape:
             continue
-        found = load_or_error(store(kind, valid_weights(kind) | {name: wrong}, tmp_path), **HINTS)
-        if isinstance(found, str) or (name in PATCHES and found.config.patch != (8, 8)):
+        loaded = load_or_error(store(kind, valid_weights(kind) | {name: wrong}, tmp_path), **HINTS)
+        if isinstance(loaded, str) or (name in PATCHES and loaded.config.patch != (8, 8)):
             continue  # another kernel is another patch size
-        if getattr(found.config, "projection", 0) not in (0, 12):
+        if getattr(loaded.config, "projection", 0) not in (0, 12):
             continue  # another projection
         assert [side for side in wrong.shape if side != 1] == [side for side in x.shape if side != 1], name
-        assert all(torch.equal(found.state_dict()[ours], y) for ours, y in right.items()), name
+        assert all(torch.equal(loaded.state_dict()[ours], y) for ours, y in right.items()), name
 
 
 def some_names(kind: str) -> list[str]:
@@ -279,7 +265,9 @@ def test_values_too_large_for_the_dtype_are_errors(tmp_path: Path, dtype: torch.
     values["norm.weight"][0] = 1e300
     path = store("timm", values, tmp_path)
     assert isinstance(load_or_error(path, dtype=None, **HINTS), nn.Module)
-    expect_error(path, dtype=dtype, **HINTS)
+    said = expect_error(path, dtype=dtype, **HINTS)
+    assert "norm.weight" in said
+    assert "1e+300" in said
 
 
 def test_two_names_for_one_weight_are_an_error(tmp_path: Path) -> None:
@@ -392,15 +380,26 @@ def test_object_arrays_are_not_unpickled(tmp_path: Path, compressed: bool, struc
     assert not marker.exists()
 
 
-def test_torchscript_archive_is_an_error(tmp_path: Path) -> None:
-    """It has the same suffix and the same zip as weights; its code is never run."""
-    path = tmp_path / "m.pth"
-    torch.save(valid_weights("timm"), path)
-    with zipfile.ZipFile(path, "a") as archive:
-        root = archive.namelist()[0].split("/")[0]
-        for name, data in {"constants.pkl": pickle.dumps(()), "code/__torch__.py": b"import os"}.items():
-            archive.writestr(f"{root}/{name}", data)
-    expect_error(path, **HINTS)
+# PyTorch zip files that PyTorch does not write: TorchScript, whose code is never run, and packed records
+ARCHIVES_OF_TORCH: dict[str, tuple[dict[str, bytes], int]] = {
+    "TorchScript": ({"constants.pkl": pickle.dumps(()), "code/__torch__.py": b"import os"}, zipfile.ZIP_STORED),
+    "compressed": ({}, zipfile.ZIP_DEFLATED),
+}
+
+
+@pytest.mark.parametrize(("added", "how"), ARCHIVES_OF_TORCH.values(), ids=ARCHIVES_OF_TORCH)
+def test_other_archive_of_pytorch_is_right_or_an_error(tmp_path: Path, added: dict[str, bytes], how: int) -> None:
+    torch.save(valid_weights("timm"), tmp_path / "plain")
+    with zipfile.ZipFile(tmp_path / "plain") as old, zipfile.ZipFile(tmp_path / "m.pth", "w", how) as new:
+        members = {name: old.read(name) for name in old.namelist()}
+        root = next(iter(members)).split("/")[0]
+        for name, data in (members | {f"{root}/{name}": data for name, data in added.items()}).items():
+            new.writestr(name, data)
+    loaded = load_or_error(tmp_path / "m.pth", **HINTS)
+    if added:
+        assert isinstance(loaded, str)
+    elif not isinstance(loaded, str):
+        assert torch.equal(loaded.blocks[0].mlp.fc1.weight, valid_weights("timm")["blocks.0.mlp.fc1.weight"])
 
 
 def looped() -> dict[str, Any]:
@@ -436,12 +435,15 @@ def test_pytorch_file_without_a_state_dict_is_an_error(
     expect_error(path, **HINTS)
 
 
+SPELT_777 = b"M\x09\x03"  # 777 in a pickle
+
+
 def overstated(path: Path) -> Path:
     """A PyTorch file of before 1.6 whose storage claims 2^31 numbers and has 777."""
     legacy({"norm.bias": torch.zeros(777)}, path)
     data = path.read_bytes()
-    assert data.count(b"M\x09\x03") >= 1  # 777 as pickle spells it
-    path.write_bytes(data.replace(b"M\x09\x03", b"J\xff\xff\xff\x7f"))
+    assert SPELT_777 in data
+    path.write_bytes(data.replace(SPELT_777, b"J\xff\xff\xff\x7f"))
     return path
 
 
@@ -499,19 +501,29 @@ def test_false_npy_header_is_an_error(tmp_path: Path, name: str, how: int) -> No
 
 def bomb(path: Path, size: int = 600 * 2**20) -> Path:
     """One honest member of `size` zeros, packed a thousandfold, written in pieces."""
-    piece = bytes(2**20)
-    with (
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed,
-        packed.open("embedding/kernel.npy", "w", force_zip64=True) as stream,
-    ):
-        stream.write(member((size // 4,), b""))
-        for _ in range(size // 2**20):
-            stream.write(piece)
+    piece, count = bytes(2**20), size // 4
+    if path.suffix == ".npz":
+        others, name, start = {}, "embedding/kernel.npy", member((count,), b"")
+    else:
+        torch.save({"norm.bias": torch.zeros(777)}, path)
+        with zipfile.ZipFile(path) as plain:
+            others = {name: plain.read(name) for name in plain.namelist()}
+        name, start = next(name for name in others if name.endswith("data/0")), b""
+        others = {key: data.replace(SPELT_777, b"J" + struct.pack("<I", count)) for key, data in others.items()}
+        del others[name]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed:
+        for key, data in others.items():
+            packed.writestr(key, data)
+        with packed.open(name, "w", force_zip64=True) as stream:
+            stream.write(start)
+            for _ in range(size // 2**20):
+                stream.write(piece)
     return path
 
 
-def test_zip_bomb_is_an_error(tmp_path: Path) -> None:
-    path = bomb(tmp_path / "m.npz")
+@pytest.mark.parametrize("suffix", [".npz", ".pth"])
+def test_zip_bomb_is_an_error(tmp_path: Path, suffix: str) -> None:
+    path = bomb(tmp_path / f"m{suffix}")
     assert path.stat().st_size < 2**23
     assert "unpack" in expect_error(path)
 
@@ -536,11 +548,11 @@ DIRECTORY: dict[str, Callable[[bytearray, int], None]] = {
 @pytest.mark.parametrize("name", DIRECTORY)
 def test_false_zip_directory_is_an_error(tmp_path: Path, name: str) -> None:
     """A stored member's packed size is said twice; whoever reads by the other one has the right bytes."""
-    found = load_or_error(directory(tmp_path / "m.npz", DIRECTORY[name]))
-    if name == "a packed size of 4 GB" and not isinstance(found, str):
-        assert torch.equal(found.head.bias, valid_weights("google")["head/bias"])
+    loaded = load_or_error(directory(tmp_path / "m.npz", DIRECTORY[name]))
+    if name == "a packed size of 4 GB" and not isinstance(loaded, str):
+        assert torch.equal(loaded.head.bias, valid_weights("google")["head/bias"])
     else:
-        assert isinstance(found, str)
+        assert isinstance(loaded, str)
 
 
 def test_names_outside_the_folder_write_nothing(tmp_path: Path) -> None:
@@ -819,6 +831,7 @@ NONSENSE: dict[tuple[str, str, str], tuple[Any, ...]] = {
     (*CONFIGS[4], "config.registers"): (10**15,),
     (*CONFIGS[4], "config.image_size"): ([8 * 10**9, 8 * 10**9],),
     (*CONFIGS[4], "config.patch"): ([0, 0],),
+    (*CONFIGS[4], "config.rotary_grid"): (0, -16, 1.5, "x"),
     (*CONFIGS[4], "config.norm_eps"): ("tiny", None, -1.0, NAN),
     (*CONFIGS[4], "config.mean"): ([NAN] * 3, ["a", "b", "c"], None),
     (*CONFIGS[4], "config.dropout"): ("much", NAN),
@@ -916,10 +929,10 @@ def test_any_value_in_a_config_loads_or_is_an_error(config: tuple[str, str], dat
         inner = whole[data.draw(st.sampled_from(nested))]
     inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(ANY_JSON)
     with tempfile.TemporaryDirectory() as folder:
-        found = load_or_error(write_folder(config[0], Path(folder), config[1], json.dumps(whole)), **HINTS)
-    if isinstance(found, nn.Module):  # what is taken for sound must run
+        loaded = load_or_error(write_folder(config[0], Path(folder), config[1], json.dumps(whole)), **HINTS)
+    if isinstance(loaded, nn.Module):  # what is taken for sound must run
         with torch.inference_mode():
-            found(tiny.images(size=found.config.image_size, channels=found.config.channels, dtype=torch.float32))
+            loaded(tiny.images(size=loaded.config.image_size, channels=loaded.config.channels, dtype=torch.float32))
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -939,7 +952,7 @@ MEASURE = textwrap.dedent("""
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
     def measure(path, **hints):
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before = peak()
         try:
             plainvit.load(path, **hints)
@@ -967,6 +980,7 @@ def liars(folder: Path) -> Iterator[Path]:
     """Files of a few kB to MB that claim gigabytes."""
     yield archive(folder / "header.npz", {"embedding/kernel": member((8, 8, 3, 10**9), BIAS)})
     yield bomb(folder / "bomb.npz")
+    yield bomb(folder / "bomb.pth")
     stretched = {"patch_embed.proj.weight": torch.ones(1).expand(10**7, 3, 8, 8)}
     torch.save(valid_weights("timm") | stretched, folder / "stretched.pth")
     yield folder / "stretched.pth"
@@ -989,9 +1003,9 @@ def liars(folder: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_hostile_file_takes_at_most_twice_its_size(tmp_path: Path) -> None:
     paths = list(liars(tmp_path))
-    found = measure(store("timm", valid_weights("timm"), tmp_path), *paths)
+    costs = measure(store("timm", valid_weights("timm"), tmp_path), *paths)
     for path in paths:
-        cost = found[str(path)]
+        cost = costs[str(path)]
         assert cost["said"].startswith("ValueError"), (path.name, cost)
         assert cost["bytes"] < 2 * path.stat().st_size + 64 * 2**20, (path.name, cost)
 

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ import tiny
 import torch
 import transformers
 from peer_models import timm_vit, torchvision_vit
-from peers import write
+from peers import normalise, write
 from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import interpolate_embeddings
 
@@ -77,10 +77,10 @@ def test_other_classes_give_a_head_of_zeros_or_none(
     model, images = tiny.vit(**settings), tiny.images()
     model.about = type(model.about)(class_names=tuple("abcdefg"))
     path = plainvit.save(model, tmp_path / "m.safetensors")
-    found = plainvit.load(path, classes=classes, dtype=None)
-    assert (found.config.classes, found.config.representation, found.about.class_names) == (classes, 0, ())
-    features = model.represent(model.encode(images)) if not settings.get("representation") else found.features(images)
-    assert found(images).tolist() == ([[0.0] * 5] * 2 if classes else features.tolist())
+    loaded = plainvit.load(path, classes=classes, dtype=None)
+    assert (loaded.config.classes, loaded.config.representation, loaded.about.class_names) == (classes, 0, ())
+    features = model.represent(model.encode(images)) if not settings.get("representation") else loaded.features(images)
+    assert loaded(images).tolist() == ([[0.0] * 5] * 2 if classes else features.tolist())
     assert len(reported()) == 1
     assert plainvit.load(path).about.class_names == tuple("abcdefg")
 
@@ -118,9 +118,9 @@ def test_other_size_resamples_on_the_true_grid(
     path = plainvit.save(model, tmp_path / "m.safetensors")
     before, after = (tuple(side // 8 for side in size) for size in (old, new))
     for given, method in ((None, "bilinear-aligned"), ("bicubic-antialias", "bicubic-antialias")):
-        found = plainvit.load(path, image_size=new, resample=given, dtype=None)
-        assert torch.equal(found.positions[0].table, resize(model, new, method=method).positions[0].table)
-        assert found(tiny.images(size=new)).shape == (2, 7)
+        loaded = plainvit.load(path, image_size=new, resample=given, dtype=None)
+        assert torch.equal(loaded.positions[0].table, resize(model, new, method=method).positions[0].table)
+        assert loaded(tiny.images(size=new)).shape == (2, 7)
         assert f"{before[0]} x {before[1]} to {after[0]} x {after[1]} ({method})" in reported()[-1]
 
 
@@ -130,30 +130,6 @@ def test_other_size_equals_torchvision(tmp_path: Path, size: int) -> None:
     state = interpolate_embeddings(size, 8, safetensors.torch.load_file(path))
     table = plainvit.load(path, image_size=size, heads=4).positions[0].table
     assert tiny.difference(table, state["encoder.pos_embedding"][0]) < SINGLE
-
-
-# How each training code wraps or names its weights, and its own call of F.interpolate from a 4 x 4 grid to 6 x 3
-OFFSET = {"scale_factor": (6.1 / 4, 3.1 / 4)}
-ORIGINALS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "DeiT": ({"wrapper": "model"}, {"size": (6, 3)}),
-    "MAE": ({"wrapper": "model", "extra": {"mask_token": torch.zeros(1, 1, 48)}}, {"size": (6, 3)}),
-    "DINO": ({"wrapper": "teacher"}, OFFSET),
-    "DINOv2": ({"wrapper": "", "extra": {"mask_token": torch.zeros(1, 48)}, "init_values": 0.1}, OFFSET),
-}
-
-
-@pytest.mark.parametrize("family", ORIGINALS)
-def test_other_size_equals_the_training_script(tmp_path: Path, family: str) -> None:
-    """DINO and DINOv2 pass a scale factor, which moves every sample."""
-    how, call = ORIGINALS[family]
-    settings = {name: value for name, value in how.items() if name == "init_values"}
-    state = timm_vit(num_classes=0, **settings).state_dict() | how.get("extra", {})
-    path = write({how["wrapper"]: state} if how["wrapper"] else state, tmp_path / "m.pth")
-    model = plainvit.load(path, image_size=(48, 24), heads=4, dtype=None)
-    assert model.about.family == family
-    grid = state["pos_embed"][:, 1:].view(1, 4, 4, 48).permute(0, 3, 1, 2)
-    expected = nn.functional.interpolate(grid, mode="bicubic", align_corners=False, **call).flatten(2)[0].mT
-    assert tiny.difference(model.positions[0].table[1:], expected) < EXACT
 
 
 def test_converted_weights_are_resampled_like_their_family(tmp_path: Path) -> None:
@@ -236,7 +212,7 @@ def test_assumed_heads_are_reported(tmp_path: Path, width: int, heads: int, repo
 
 
 def deit(state: State) -> dict[str, Any]:
-    """As DeiT's and MAE's training codes save: flags and optimiser beside."""
+    """As DeiT's and MAE's training codes save: flags and optimizer next to the weights."""
     flags = argparse.Namespace(lr=5e-4, model="deit_small_patch16_224", resume="")
     return {"model": state, "args": flags, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}, "epoch": 299}
 
@@ -246,99 +222,111 @@ def encoder(**settings: Any) -> tuple[Any, State]:
     return peer, peer.state_dict()
 
 
-def with_decoder(state: State) -> State:
-    extra = {"mask_token": (1, 1, 32), "decoder_embed.weight": (32, 48), "decoder_embed.bias": (32,)}
-    extra |= {"decoder_pos_embed": (1, 17, 32), "decoder_norm.weight": (32,), "decoder_pred.weight": (192, 32)}
-    extra |= {"decoder_blocks.0.attn.qkv.weight": (96, 32), "decoder_blocks.0.norm1.bias": (32,)}
-    return state | {name: torch.randn(shape) for name, shape in extra.items()}
-
-
-def projected(state: State) -> State:
-    """DINO's teacher: backbone and projection head."""
-    head = {"head.mlp.0.weight": (64, 48), "head.mlp.0.bias": (64,), "head.mlp.2.weight": (64, 64)}
-    head |= {"head.last_layer.weight_g": (100, 1), "head.last_layer.weight_v": (100, 64)}
-    return prefixed(state, "backbone.") | {name: torch.randn(shape) for name, shape in head.items()}
-
-
 def prefixed(state: State, prefix: str) -> State:
     return {prefix + name: x for name, x in state.items()}
 
 
-@pytest.mark.parametrize("kind", [VisionTransformer, VisionTransformerDistilled])
-def test_deit(tmp_path: Path, kind: type[nn.Module]) -> None:
-    peer, state = encoder(kind=kind)
-    same_as(write(deit(state), tmp_path / "deit.pth"), peer, "DeiT")
+def noise(**shapes: tuple[int, ...]) -> State:
+    return {name.replace("__", "."): torch.randn(shape) for name, shape in shapes.items()}
 
 
-def test_deit_3(tmp_path: Path) -> None:
+def deit_3() -> tuple[Any, Any]:
     """LayerScale under its own names, positions for the patches alone."""
     peer, state = encoder(init_values=0.1, no_embed_class=True)
-    state = {re.sub(r"ls([12])\.gamma", r"gamma_\1", name): x for name, x in state.items()}
-    assert "blocks.1.gamma_2" in state
-    model = same_as(write({"model": state}, tmp_path / "deit_3.pth"), peer, "DeiT III")
-    assert (model.config.posemb_prefix, model.about.preprocess.crop) == ("none", 1.0)
+    return peer, {"model": {re.sub(r"ls([12])\.gamma", r"gamma_\1", name): x for name, x in state.items()}}
 
 
-def mae_encoder() -> tuple[Any, State]:
+def mae(*, decoder: bool) -> tuple[Any, Any]:
     """Fixed positions, with zeros for the class token."""
     peer = timm_vit(num_classes=0)
     with torch.no_grad():
         peer.pos_embed[:, 0] = 0
-    return peer, peer.state_dict()
+    extra = noise(mask_token=(1, 1, 32), decoder_embed__weight=(32, 48), decoder_pos_embed=(1, 17, 32))
+    extra |= noise(decoder_blocks__0__attn__qkv__weight=(96, 32), decoder_pred__weight=(192, 32))
+    return peer, deit(peer.state_dict() | (extra if decoder else {}))
 
 
-def test_mae_with_and_without_decoder(tmp_path: Path, reported: Any) -> None:
-    peer, state = mae_encoder()
-    same_as(write({"model": state}, tmp_path / "mae.pth"), peer, "MAE")
-    assert not [line for line in reported() if "left out" in line]
-    same_as(write(deit(with_decoder(state)), tmp_path / "mae.pth"), peer, "MAE")
-    (line,) = (line for line in reported() if "left out" in line)
-    assert "mask_token" in line
-    assert "decoder_blocks" in line
-
-
-def test_mae_fine_tuned(tmp_path: Path) -> None:
-    """Averaged patches under fc_norm, and no norm."""
-    peer, state = encoder(global_pool="avg")
-    model = same_as(write(deit(state), tmp_path / "mae.pth"), peer, "MAE")
-    assert (model.config.pool, model.config.norm_pooled) == ("average", True)
-
-
-def test_dino_takes_the_teacher(tmp_path: Path, reported: Any) -> None:
+def dino() -> tuple[Any, Any]:
+    """The teacher counts: backbone and projection head."""
     peer, state = encoder(num_classes=0)
-    student = {name: torch.zeros_like(x) for name, x in prefixed(projected(state), "module.").items()}
-    path = write({"student": student, "teacher": projected(state), "epoch": 100}, tmp_path / "dino.pth")
-    same_as(path, peer, "DINO")
-    assert any("left out" in line and "head" in line for line in reported())
+    head = noise(head__mlp__0__weight=(64, 48), head__mlp__0__bias=(64,), head__last_layer__weight_g=(100, 1))
+    teacher = prefixed(state, "backbone.") | head
+    student = {name: torch.zeros_like(x) for name, x in prefixed(teacher, "module.").items()}
+    return peer, {"student": student, "teacher": teacher, "epoch": 100}
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["backbone", "teacher"])
-@pytest.mark.parametrize("registers", [0, 4])
-def test_dinov2(tmp_path: Path, registers: int, wrapped: bool) -> None:
+def dinov2(registers: int, *, wrapped: bool) -> tuple[Any, Any]:
     """Its table has a row for the class token and none for the registers; timm folds that row into the token."""
     peer, state = encoder(num_classes=0, init_values=0.1, reg_tokens=registers, no_embed_class=True)
-    row = torch.full((1, 1, 48), 0.25, dtype=torch.float64)
+    row = torch.linspace(-1, 1, 48, dtype=torch.float64).view(1, 1, 48)  # a constant would vanish in LayerNorm
     state |= {"cls_token": state["cls_token"] - row, "pos_embed": torch.cat((row, state["pos_embed"]), 1)}
     state["mask_token"] = torch.zeros(1, 48)
     if registers:
         state["register_tokens"] = state.pop("reg_token")
-    heads = {"dino_head.mlp.0.weight": torch.randn(9, 48), "ibot_head.last_layer.weight_v": torch.randn(9, 9)}
-    saved = {"teacher": prefixed(state, "backbone.") | heads} if wrapped else state
-    model = same_as(write(saved, tmp_path / "dinov2.pth"), peer, "DINOv2")
-    assert (model.config.registers, model.config.posemb_prefix) == (registers, "class")
+    heads = noise(dino_head__mlp__0__weight=(9, 48), ibot_head__last_layer__weight_v=(9, 9))
+    return peer, {"teacher": prefixed(state, "backbone.") | heads} if wrapped else state
 
 
-def same_as(path: Path, peer: nn.Module, family: str) -> Any:
-    """The family by name, ImageNet's pixels, and the logits of timm's model."""
+def wrap(change: Callable[[State], Any], **settings: Any) -> tuple[Any, Any]:
+    peer, state = encoder(**settings)
+    return peer, change(state)
+
+
+# name: the family, timm's model and the file, settings of ours, and what is reported as left out
+SCRIPTS: dict[str, tuple[str, Callable[[], tuple[Any, Any]], dict[str, Any], str]] = {
+    "DeiT": ("DeiT", lambda: wrap(deit), {}, ""),
+    "DeiT, distilled": ("DeiT", lambda: wrap(deit, kind=VisionTransformerDistilled), {"distillation": True}, ""),
+    "PyTorch's ImageNet example, with its best accuracy": (
+        *("DeiT", lambda: wrap(lambda state: {"best_acc1": torch.tensor(81.2)} | deit(state)), {}, ""),
+    ),
+    "DeiT III": ("DeiT III", deit_3, {"posemb_prefix": "none"}, ""),
+    "MAE": ("MAE", partial(mae, decoder=False), {}, ""),
+    "MAE with its decoder": ("MAE", partial(mae, decoder=True), {}, "decoder_blocks"),
+    "MAE, bare, with its mask token": (
+        *("MAE", lambda: wrap(lambda state: state | noise(mask_token=(1, 1, 32)), num_classes=0), {}, "mask_token"),
+    ),
+    "MAE, fine-tuned": ("MAE", lambda: wrap(deit, global_pool="avg"), {"pool": "average", "norm_pooled": True}, ""),
+    "DINO": ("DINO", dino, {}, "head"),
+    "DINOv2": ("DINOv2", partial(dinov2, 0, wrapped=False), {"posemb_prefix": "class"}, "mask_token"),
+    "DINOv2, teacher": ("DINOv2", partial(dinov2, 0, wrapped=True), {"posemb_prefix": "class"}, "ibot_head"),
+    "DINOv2 with registers": ("DINOv2", partial(dinov2, 4, wrapped=False), {"registers": 4}, "mask_token"),
+    "DINOv2 with registers, teacher": ("DINOv2", partial(dinov2, 4, wrapped=True), {"registers": 4}, "ibot_head"),
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "before PyTorch 1.6"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_file_of_a_training_script_equals_timm(tmp_path: Path, name: str, legacy: bool, reported: Any) -> None:
+    family, build, settings, left_out = SCRIPTS[name]
+    peer, saved = build()
+    path = tmp_path / "m.pth"
+    torch.save(saved, path, _use_new_zipfile_serialization=not legacy)
     model = plainvit.load(path, heads=4, dtype=None)
     assert model.about.family == family
     assert (model.config.mean, model.config.std) == IMAGENET
     assert (model.config.activation, model.config.norm_eps) == ("gelu", 1e-6)
+    assert {key: getattr(model.config, key) for key in settings} == settings
+    assert model.about.preprocess.crop == (1.0 if family == "DeiT III" else 0.875)
+    lines = " ".join(line for line in reported() if "left out" in line)
+    assert left_out in lines
+    assert bool(lines) == bool(left_out)
     images = tiny.images(size=(32, 32))
-    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in IMAGENET)
     with torch.inference_mode():
-        assert tiny.difference(model(images), peer((images - mean) / std)) < EXACT
-    return model
+        assert tiny.difference(model(images), peer(normalise(model, images))) < EXACT
+
+
+# Each training code's own call of F.interpolate from a 4 x 4 grid to 6 x 3: DINO's scale factors move every sample
+OFFSET = {"scale_factor": (6.1 / 4, 3.1 / 4)}
+INTERPOLATED = {"DeiT": {"size": (6, 3)}, "MAE": {"size": (6, 3)}, "DINO": OFFSET, "DINOv2": OFFSET}
+
+
+@pytest.mark.parametrize("name", INTERPOLATED)
+def test_other_size_equals_the_training_script(tmp_path: Path, name: str) -> None:
+    peer, saved = SCRIPTS[name][1]()
+    model = plainvit.load(write(saved, tmp_path / "m.pth"), image_size=(48, 24), heads=4, dtype=None)
+    grid = peer.pos_embed[:, -16:].view(1, 4, 4, 48).permute(0, 3, 1, 2)
+    expected = nn.functional.interpolate(grid, mode="bicubic", align_corners=False, **INTERPOLATED[name])
+    assert tiny.difference(model.positions[0].table[1:], expected.flatten(2)[0].mT) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -348,21 +336,8 @@ def test_averaged_weights_are_preferred(tmp_path: Path, plain: str, averaged: st
     peer, state = encoder(num_classes=0)
     trained = {name: x + 1 for name, x in state.items()}
     path = write({plain: trained, averaged: state}, tmp_path / "m.pth")
-    found = plainvit.load(path, heads=4, dtype=None)
-    assert torch.equal(found.blocks[0].mlp.fc1.bias, peer.blocks[0].mlp.fc1.bias)
-
-
-def test_tensor_next_to_a_state_dict_is_ignored(tmp_path: Path) -> None:
-    """PyTorch's own ImageNet example keeps its best accuracy so."""
-    peer, state = encoder()
-    torch.save({"epoch": 3, "best_acc1": torch.tensor(81.2)} | deit(state), tmp_path / "m.pth")
-    same_as(tmp_path / "m.pth", peer, "DeiT")
-
-
-def test_legacy_pytorch_file_loads(tmp_path: Path) -> None:
-    peer, state = encoder()
-    torch.save(deit(state), tmp_path / "m.pth", _use_new_zipfile_serialization=False)
-    same_as(tmp_path / "m.pth", peer, "DeiT")
+    loaded = plainvit.load(path, heads=4, dtype=None)
+    assert torch.equal(loaded.blocks[0].mlp.fc1.bias, peer.blocks[0].mlp.fc1.bias)
 
 
 def hub_folder(folder: Path, kind: str, processor: dict[str, Any] | None) -> Path:
@@ -479,7 +454,7 @@ NUMERICS = {
 FILES: dict[str, Callable[[Path], Path]] = {
     "google": lambda folder: google.save(google.original(), folder / "m.npz"),
     "google hybrid": lambda folder: google.save(
-        google.original(stem=google.stem_arrays((1, 1)), kernel=(1, 1, 512)), folder / "m.npz"
+        google.original(stem=google.stem_shapes((1, 1)), kernel=(1, 1, 512)), folder / "m.npz"
     ),
     "big_vision": lambda folder: google.save(google.prefixed(google.big_vision("map"), "params/"), folder / "m.npz"),
     "BiT": lambda folder: google.save(google.bit_arrays((1, 1)), folder / "m.npz"),
@@ -541,8 +516,8 @@ def test_published_weights_equal_timms_table(name: str) -> None:
 
 
 def test_published_accuracies() -> None:
-    found = {name: (e.top1, e.real) for name, e in PUBLISHED.items() if name in ORACLES}
-    assert found == {name: pytest.approx(values, abs=0.006) for name, values in ORACLES.items()}
+    accuracies = {name: (e.top1, e.real) for name, e in PUBLISHED.items() if name in ORACLES}
+    assert accuracies == {name: pytest.approx(values, abs=0.006) for name, values in ORACLES.items()}
     assert all(60 < e.top1 < e.real < 95 for e in PUBLISHED.values() if e.top1 is not None)
 
 

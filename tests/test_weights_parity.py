@@ -65,11 +65,11 @@ def check_written(model: Any, peer: nn.Module, format_: str, folder: Path) -> No
     """Written as .safetensors and .pth, under the library's own names: the same bits."""
     for suffix in (".safetensors", ".pth"):
         path = plainvit.save(model, folder / f"written{suffix}", format=format_)
-        found = safetensors.torch.load_file(path) if suffix == ".safetensors" else torch.load(path, weights_only=True)
+        written = safetensors.torch.load_file(path) if suffix == ".safetensors" else torch.load(path, weights_only=True)
         theirs = peer.state_dict()
-        assert found.keys() == theirs.keys()
-        assert all(torch.equal(x, theirs[name]) for name, x in found.items())
-        peer.load_state_dict(found, strict=True)
+        assert written.keys() == theirs.keys()
+        assert all(torch.equal(x, theirs[name]) for name, x in written.items())
+        peer.load_state_dict(written, strict=True)
 
 
 # timm -----------------------------------------------------------------------------------------------------------------
@@ -90,6 +90,7 @@ TIMM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no class token, registers": (NO_CLASS | {"reg_tokens": 2, "no_embed_class": True}, {}),
     "no positions": ({"pos_embed": "none"}, {"image_size": 32}),
     "one channel": ({"in_chans": 1}, {}),
+    "five channels": ({"in_chans": 5}, {}),
     "headless": ({"num_classes": 0}, {}),
     "wide, by image size": ({"img_size": (24, 40)}, {"image_size": (24, 40)}),
     "tall, by grid": ({"img_size": (40, 24)}, {"grid": (5, 3)}),
@@ -113,8 +114,8 @@ def test_timm_model_is_equal_and_written_back(tmp_path: Path, theirs: dict[str, 
     assert tuple(settings["input_size"]) == (model.config.channels, *model.config.image_size)
 
 
-# stages, patch and image size: as /16, the root alone under patches, and rectangles
-HYBRIDS = [((1, 2), 1, (32, 32)), ((1, 1, 1), 1, (80, 48)), ((), 8, (64, 64)), ((), 4, (32, 64))]
+# stages, patch and image size: as /16, as /32 with odd maps, the root alone under patches, and rectangles
+HYBRIDS = [((1, 2), 1, (32, 32)), ((2, 1, 1), 1, (80, 48)), ((1,), 2, (24, 40)), ((), 8, (64, 64)), ((), 1, (20, 36))]
 
 
 @pytest.mark.parametrize(("blocks", "patch", "size"), HYBRIDS)
@@ -128,10 +129,14 @@ def test_hybrid_is_equal_and_written_back(
     check_written(model, peer, "timm", tmp_path)
 
 
-def test_bit_is_equal_and_written_back(tmp_path: Path) -> None:
-    peer = timm_bit((2, 1))
-    model = check(write(peer.state_dict(), tmp_path / "model.safetensors"), peer, size=(33, 21))
-    assert model.config.blocks == (2, 1)
+BIT = tiny.mostly_slow([((2, 1), (33, 47)), ((2, 1, 1), (7, 9)), ((1, 1, 1, 2), (65, 98))], 2)
+
+
+@pytest.mark.parametrize(("blocks", "size"), BIT)
+def test_bit_is_equal_and_written_back(tmp_path: Path, blocks: tuple[int, ...], size: tuple[int, int]) -> None:
+    peer = timm_bit(blocks)
+    model = check(write(peer.state_dict(), tmp_path / "model.safetensors"), peer, size=size)
+    assert model.config.blocks == blocks
     check_written(model, peer, "timm", tmp_path)
 
 
@@ -161,9 +166,20 @@ FOLDER: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "dep
 FOLDER |= {"mlp_ratio": 2.0, "num_classes": 7}
 
 
-@pytest.mark.parametrize("size", [(24, 40), (16, 64)], ids=["3 x 5", "2 x 8, a square number"])
-def test_timm_folder_has_the_grid(tmp_path: Path, size: tuple[int, int]) -> None:
-    peer = timm_folder(tmp_path, FOLDER | {"img_size": size})
+# What bare weights cannot say: the grid (2 x 8 is a square number) and where the norm is
+STATED: list[dict[str, Any]] = [
+    {"img_size": (24, 40)},
+    {"img_size": (16, 64)},
+    {"global_pool": "avg", "fc_norm": False},
+    {"global_pool": "avg", "fc_norm": False, "reg_tokens": 2},
+    {"fc_norm": True},
+]
+
+
+@pytest.mark.parametrize("arguments", STATED)
+def test_timm_folder_states_grid_and_pooling(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    peer = timm_folder(tmp_path, FOLDER | arguments)
+    size = arguments.get("img_size", (32, 32))
     # What timm has there for a published model of that size
     edit_json(tmp_path / "config.json", lambda described: described["pretrained_cfg"].update(input_size=[3, *size]))
     assert check(tmp_path, peer, heads=4).config.grid == (size[0] // 8, size[1] // 8)
@@ -256,12 +272,12 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def photos() -> list[Image.Image]:
     """Two drawn ones, wide and tall, and where they are at hand some real ones."""
-    found = [photo(90, 130, seed=1), photo(200, 110, seed=2)]
+    images = [photo(90, 130, seed=1), photo(200, 110, seed=2)]
     root = os.environ.get("PLAINVIT_DATA")
     if root:
         rows = pyarrow.parquet.read_table(next(Path(root, "imagenet-photos").glob("*.parquet"))).slice(0, 8).to_pylist()
-        found += [Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows]
-    return [image for image in found if image.width != image.height]
+        images += [Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows]
+    return [image for image in images if image.width != image.height]
 
 
 def smallest_gap(one: np.ndarray, other: np.ndarray, shift: int) -> float:
@@ -362,13 +378,13 @@ def test_preprocessing_equals_torchvision_or_names_the_other(tmp_path: Path, nam
     theirs = published.transforms()
     with torch.device("meta"):
         state = getattr(torchvision.models, name)(image_size=theirs.crop_size[0]).state_dict()
-    found, _ = inspect_weights(hollow(state, tmp_path / "hollow.safetensors"))
-    ours, source = found.preprocess, found.sources["preprocess"]
+    detected, _ = inspect_weights(hollow(state, tmp_path / "hollow.safetensors"))
+    ours, source = detected.preprocess, detected.sources["preprocess"]
     same = (
         ours.interpolation == theirs.interpolation.value
         and round(theirs.crop_size[0] / ours.crop) == theirs.resize_size[0]
     )
     assert source.startswith("assumed")
-    assert any(note.startswith("assumed") and "interpolation" in note for note in found.notes)
+    assert any(note.startswith("assumed") and "interpolation" in note for note in detected.notes)
     assert same or "SWAG_LINEAR" in source
     assert same is (published.name != "IMAGENET1K_SWAG_LINEAR_V1" or name == "vit_h_14")

@@ -40,10 +40,10 @@ def test_assumed_preprocessing_is_reported_in_one_line(
     prepared = model.about.preprocess
     values = [f"{model.config.mean[0]}", f"{model.config.std[0]}", prepared.resize, prepared.interpolation]
     assert all(value in line for value in (*values, "--mean", "--std", "--resize", "--interpolation"))
-    found = plainvit.load(path, heads=4, **PIXELS)
+    loaded = plainvit.load(path, heads=4, **PIXELS)
     assert pixel_lines(caplog) == []
-    assert (found.config.mean, found.config.std) == ((0.25,) * 3, (0.5, 0.25, 0.125))
-    assert found.about.preprocess == Preprocess(resize="crop", crop=0.75, interpolation="lanczos", antialias=True)
+    assert (loaded.config.mean, loaded.config.std) == ((0.25,) * 3, (0.5, 0.25, 0.125))
+    assert loaded.about.preprocess == Preprocess(resize="crop", crop=0.75, interpolation="lanczos", antialias=True)
     some = plainvit.load(path, heads=4, mean=0.25)
     (line,) = pixel_lines(caplog)
     assert ("--mean" in line, "--std" in line) == (False, True)
@@ -88,10 +88,10 @@ def test_every_written_file_keeps_preprocessing(
     model.about = About(family="mine", preprocess=prepared, class_names=("a", "b", "c"), sources={"mean": "my data"})
     path = plainvit.save(model, tmp_path / name, format=format_)
     caplog.clear()
-    found = plainvit.load(path)
+    loaded = plainvit.load(path)
     assert pixel_lines(caplog) == []
-    assert (found.config, found.about) == (model.config, model.about)
-    assert all(torch.equal(x, model.state_dict()[key]) for key, x in found.state_dict().items())
+    assert (loaded.config, loaded.about) == (model.config, model.about)
+    assert all(torch.equal(x, model.state_dict()[key]) for key, x in loaded.state_dict().items())
 
 
 def test_commands_accept_preprocessing_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,10 +34,10 @@ def bare(kind: str, folder: Path) -> tuple[State, Any]:
     return {name: tensors.read(name) for name in tensors.shapes}, plainvit.load(path, heads=4)
 
 
-def same(found: Any, wanted: Any) -> bool:
+def same(loaded: Any, wanted: Any) -> bool:
     weights = wanted.state_dict()
-    return found.config == wanted.config and all(
-        torch.equal(x, weights[name]) for name, x in found.state_dict().items()
+    return loaded.config == wanted.config and all(
+        torch.equal(x, weights[name]) for name, x in loaded.state_dict().items()
     )
 
 

@@ -47,134 +47,110 @@ FORMATS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def lacking(
-    google: str = "", timm: str = "", timm_folder: str = "", transformers: str = "", torchvision: str = ""
-) -> dict[str, set[str]]:
-    """{format: parts that it does not support}; .safetensors and .pth files of a library support the same."""
-    table = {"google": google, "timm": timm, "timm pth": timm, "timm folder": timm_folder}
-    table |= {"transformers": transformers, "torchvision": torchvision, "torchvision pth": torchvision}
-    return {name: set(parts.split()) for name, parts in table.items()}
-
-
-def lacking_everywhere(part: str) -> dict[str, set[str]]:
-    """No format but ours has the part; a bare file has no tanh GELU either."""
-    return lacking(part, f"activation {part}", part, part, f"activation {part}")
-
-
-def exact(**settings: Any) -> Callable[[], Any]:
+def exact(**settings: Any) -> partial[Any]:
     return partial(tiny.vit, numerics="timm", **{"image_size": 32} | settings)
 
 
-def tanh(**settings: Any) -> Callable[[], Any]:
+def tanh(**settings: Any) -> partial[Any]:
     return partial(tiny.vit, numerics="google", **{"image_size": 32} | settings)
 
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-MODELS: dict[str, tuple[Callable[[], Any], dict[str, set[str]]]] = {
-    "exact GELU": (exact(), lacking("activation")),
-    "tanh GELU": (tanh(), lacking(timm="activation", torchvision="activation")),
-    "eps 1e-12": (
-        exact(norm_eps=1e-12),
-        lacking("activation norm_eps", "norm_eps", "norm_eps", torchvision="norm_eps"),
-    ),
-    "ReLU": (exact(activation="relu"), lacking("activation", "activation", torchvision="activation")),
-    "ImageNet pixels": (tanh(**IMAGENET), lacking("normalisation", "activation", torchvision="activation")),
-    "distilled": (exact(distillation=True), lacking("activation distillation", torchvision="distillation")),
-    "registers with rows": (
-        exact(registers=3, posemb_prefix="all"),
-        lacking("activation registers", transformers="registers", torchvision="registers"),
-    ),
-    "registers without rows": (
-        exact(registers=3, posemb_prefix="none"),
-        lacking("activation registers", transformers="registers posemb", torchvision="registers posemb"),
-    ),
-    "registers, class row": (
-        exact(registers=3),
-        lacking("activation registers", "registers", "registers", "registers", "registers"),
-    ),
-    "one register, as DeiT without its teacher": (
-        exact(registers=1, posemb_prefix="all"),
-        lacking("activation registers", torchvision="registers"),
-    ),
-    "LayerScale": (
-        exact(layer_scale=0.1),
-        lacking("activation layer_scale", transformers="layer_scale", torchvision="layer_scale"),
-    ),
-    "hidden layer": (exact(representation=20), lacking("activation", "pre_logits", "pre_logits", "pre_logits")),
-    "hidden layer, tanh GELU": (
-        tanh(representation=20),
-        lacking("", "activation pre_logits", "pre_logits", "pre_logits", "activation"),
-    ),
-    "pooler without head": (
-        tanh(representation=20, classes=0),
-        lacking("", "activation pre_logits", "pre_logits", torchvision="activation"),
-    ),
-    "average, no class token": (
-        tanh(pool="average", class_token=False, posemb_prefix="none"),
-        lacking("", "activation", torchvision="activation pool"),
-    ),
-    "average, fc_norm": (
-        exact(pool="average", norm_pooled=True),
-        lacking("activation pool", transformers="pool", torchvision="pool"),
-    ),
-    "average beside a class token, norm": (
-        exact(pool="average"),
-        lacking("activation pool", "pool", transformers="pool", torchvision="pool"),
-    ),
-    "attention pooling": (
-        tanh(pool="attention", class_token=False, posemb_prefix="none"),
-        lacking("", "activation", transformers="head", torchvision="activation pool"),
-    ),
-    "attention pooling beside a class token": (  # big_vision has a class token only where it is read out
-        tanh(pool="attention"),
-        lacking("pool", "activation", transformers="head", torchvision="activation pool"),
-    ),
-    "no rows before the patches": (
-        tanh(posemb_prefix="none"),
-        lacking("", "activation", transformers="posemb", torchvision="activation posemb"),
-    ),
-    "rectangle": (exact(image_size=(24, 40)), lacking("activation", torchvision="image_size")),
-    "hybrid, timm's": (
-        partial(tiny.hybrid, blocks=(1,), patch=2, image_size=(32, 32), numerics="timm"),
-        lacking("activation standardise", torchvision="stem"),
-    ),
-    "hybrid, Google's": (
-        partial(tiny.hybrid, blocks=(1,), patch=2, image_size=(32, 32)),
-        lacking("", "activation standardise", "standardise", "standardise", "activation stem"),
-    ),
-    "BiT, timm's": (
-        partial(tiny.bit, blocks=(1,), numerics="timm"),
-        lacking("standardise blocks", transformers="resnet", torchvision="resnet"),
-    ),
-    "BiT, Google's": (
-        partial(tiny.bit, torch.float16, (2, 2, 2, 2)),  # the smallest that has one of BiT's own shapes
-        lacking("", "standardise", "standardise", "resnet", "resnet"),
-    ),
-    "2-D positions": (tanh(posemb="2d"), lacking_everywhere("posemb")),
-    "no positions": (
-        tanh(posemb="none"),
-        lacking("posemb", "activation", transformers="posemb", torchvision="activation posemb"),
-    ),
-    "relative positions": (tanh(posemb="relative"), lacking_everywhere("posemb")),
-    "positions at every layer": (tanh(posemb_at="every"), lacking_everywhere("posemb_at")),
-    "post-norm": (tanh(norm="post"), lacking_everywhere("norm")),
-    "axial": (
-        tanh(axial=True, class_token=False, pool="average"),
-        lacking("axial", "activation axial", "axial", "axial", "activation axial pool"),
-    ),
+NO_CLASS = {"class_token": False, "posemb_prefix": "none"}
+HYBRID = partial(tiny.hybrid, blocks=(1,), patch=2, image_size=(32, 32))
+MODELS: dict[str, partial[Any]] = {
+    "exact GELU": exact(),
+    "tanh GELU": tanh(),
+    "eps 1e-12": exact(norm_eps=1e-12),
+    "ReLU": exact(activation="relu"),
+    "ImageNet pixels": tanh(**IMAGENET),
+    "distilled": exact(distillation=True),
+    "registers with rows": exact(registers=3, posemb_prefix="all"),
+    "registers without rows": exact(registers=3, posemb_prefix="none"),
+    "registers, class row": exact(registers=3),
+    "one register with a row": exact(registers=1, posemb_prefix="all"),
+    "LayerScale": exact(layer_scale=0.1),
+    "hidden layer": exact(representation=20),
+    "hidden layer, tanh GELU": tanh(representation=20),
+    "pooler without head": tanh(representation=20, classes=0),
+    "average, no class token": tanh(**NO_CLASS, pool="average"),
+    "average, fc_norm": exact(pool="average", norm_pooled=True),
+    "average, class token, norm": exact(pool="average"),
+    "attention pooling": tanh(**NO_CLASS, pool="attention"),
+    "attention pooling, class token": tanh(pool="attention"),
+    "no rows before the patches": tanh(posemb_prefix="none"),
+    "rectangle": exact(image_size=(24, 40)),
+    "hybrid, timm's": partial(HYBRID, numerics="timm"),
+    "hybrid, Google's": HYBRID,
+    "BiT, timm's": partial(tiny.bit, blocks=(1,), numerics="timm"),
+    "BiT, Google's": partial(tiny.bit, torch.float16, (2, 2, 2, 2)),  # the smallest that has one of BiT's own shapes
+    "2-D positions": tanh(posemb="2d"),
+    "no positions": tanh(posemb="none"),
+    "relative positions": tanh(posemb="relative"),
+    "positions at every layer": tanh(posemb_at="every"),
+    "post-norm": tanh(norm="post"),
+    "axial": tanh(axial=True, class_token=False, pool="average"),
 }
+# The parts of each model, besides its activation, that a format does not support. big_vision has a class token only
+# where it is read out
+UNSUPPORTED_PARTS = """
+model                          | google             | timm        | timm folder | transformers     | torchvision
+exact GELU                     |                    |             |             |                  |
+tanh GELU                      |                    |             |             |                  |
+eps 1e-12                      | norm_eps           | norm_eps    | norm_eps    |                  | norm_eps
+ReLU                           |                    |             |             |                  |
+ImageNet pixels                | normalisation      |             |             |                  |
+distilled                      | distillation       |             |             |                  | distillation
+registers with rows            | registers          |             |             | registers        | registers
+registers without rows         | registers          |             |             | posemb registers | posemb registers
+registers, class row           | registers          | registers   | registers   | registers        | registers
+one register with a row        | registers          |             |             |                  | registers
+LayerScale                     | layer_scale        |             |             | layer_scale      | layer_scale
+hidden layer                   |                    | pre_logits  | pre_logits  | pre_logits       |
+hidden layer, tanh GELU        |                    | pre_logits  | pre_logits  | pre_logits       |
+pooler without head            |                    | pre_logits  | pre_logits  |                  |
+average, no class token        |                    |             |             |                  | pool
+average, fc_norm               | pool               |             |             | pool             | pool
+average, class token, norm     | pool               | pool        |             | pool             | pool
+attention pooling              |                    |             |             | head             | pool
+attention pooling, class token | pool               |             |             | head             | pool
+no rows before the patches     |                    |             |             | posemb           | posemb
+rectangle                      |                    |             |             |                  | image_size
+hybrid, timm's                 | standardise        |             |             |                  | stem
+hybrid, Google's               |                    | standardise | standardise | standardise      | stem
+BiT, timm's                    | blocks standardise |             |             | resnet           | resnet
+BiT, Google's                  |                    | standardise | standardise | resnet           | resnet
+2-D positions                  | posemb             | posemb      | posemb      | posemb           | posemb
+no positions                   | posemb             |             |             | posemb           | posemb
+relative positions             | posemb             | posemb      | posemb      | posemb           | posemb
+positions at every layer       | posemb_at          | posemb_at   | posemb_at   | posemb_at        | posemb_at
+post-norm                      | norm               | norm        | norm        | norm             | norm
+axial                          | axial              | axial       | axial       | axial            | axial pool
+"""
+ROWS = [[cell.strip() for cell in line.split("|")] for line in UNSUPPORTED_PARTS.strip().splitlines()]
+LACKING = {row[0]: dict(zip(ROWS[0][1:], row[1:], strict=True)) for row in ROWS[1:]}
+ACTIVATIONS = {"google": "gelu_tanh", "timm": "gelu", "torchvision": "gelu"}  # a folder can state another
+
+
+def list_lacking(name: str, format_: str) -> set[str]:
+    """The parts that a format does not support; .safetensors and .pth files of a library support the same."""
+    library, settings = format_.removesuffix(" pth"), MODELS[name].keywords
+    activation = settings.get("activation", "gelu" if settings.get("numerics") == "timm" else "gelu_tanh")
+    other = "BiT" not in name and activation != ACTIVATIONS.get(library, activation)
+    return {*LACKING[name].get(library, "").split(), *(("activation",) if other else ())}
+
+
 # timm's config.json has to name one of its own models, and these shapes are none
 NAMELESS = ("hybrid, timm's", "BiT, timm's")
 # models that go through bare PyTorch files as well, whose weights are those of the safetensors
 ALSO_BARE = ("exact GELU", "distilled", "registers with rows", "average, fc_norm", "hybrid, timm's", "BiT, timm's")
 # torchvision always has a head to load; the rest of these cases is beside the point
-UNSAID = {"pooler without head": ("torchvision",), "average beside a class token, norm": ("timm folder",)}
+UNSAID = {"pooler without head": ("torchvision",), "average, class token, norm": ("timm folder",)}
 
 
 def holders(name: str) -> list[str]:
     """The formats that can hold a model, by the table."""
-    lacks = MODELS[name][1]
-    able = [format_ for format_ in FORMATS if not lacks.get(format_)]
+    able = [format_ for format_ in FORMATS if not list_lacking(name, format_)]
     out = [f"{f}{suffix}" for f in UNSAID.get(name, ()) for suffix in ("", " pth")]
     out += ["timm pth", "torchvision pth"] if name not in ALSO_BARE else []
     return [f for f in able if f not in out and not (f == "timm folder" and name in NAMELESS)]
@@ -183,7 +159,7 @@ def holders(name: str) -> list[str]:
 @cache
 def model_of(name: str) -> Any:
     """Built once: saving leaves a model as it was, which is tested below."""
-    return MODELS[name][0]()
+    return MODELS[name]()
 
 
 def save_as(model: Any, folder: Path, format_: str, **settings: Any) -> Path:
@@ -242,16 +218,31 @@ def meaning(path: Path, format_: str, model: Any) -> Any:
     return inspect_weights(path, **hints(format_, model))[0].config
 
 
-UNSUPPORTED = [(name, format_) for name, (_, lacks) in MODELS.items() for format_ in FORMATS if lacks.get(format_)]
+UNSUPPORTED = [(name, format_) for name in MODELS for format_ in FORMATS if list_lacking(name, format_)]
 
 
 @pytest.mark.parametrize(("name", "format_"), UNSUPPORTED)
 def test_unsupported_parts_are_named_and_nothing_is_written(tmp_path: Path, name: str, format_: str) -> None:
     with pytest.raises(UnsupportedPartError) as caught:
         save_as(model_of(name), tmp_path / "out", format_)
-    assert set(caught.value.parts) == MODELS[name][1][format_]
+    assert set(caught.value.parts) == list_lacking(name, format_)
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "out").iterdir())
+
+
+# Parts of other families, which neither Google's code nor torchvision has
+OTHER_PARTS: dict[str, Any] = {"gated": True, "rotary": "eva02", "qk_norm": True, "norm_kind": "rms", "projection": 8}
+OTHER_PARTS |= {"norm_embedding": "patches", "norm_inner": "mlp", "norm_final": False, "block_bias": "no_k"}
+OTHER_PARTS |= {"embedding_bias": False}
+
+
+@pytest.mark.parametrize("format_", ["google", "torchvision"])
+@pytest.mark.parametrize("part", OTHER_PARTS)
+def test_parts_of_other_families_are_not_written(tmp_path: Path, part: str, format_: str) -> None:
+    build = tanh if format_ == "google" else exact
+    with pytest.raises(UnsupportedPartError) as caught:
+        save_as(build(**{part: OTHER_PARTS[part]})(), tmp_path / "out", format_)
+    assert caught.value.parts == (part,)
 
 
 @pytest.mark.parametrize("format_", ["google", "timm"])
@@ -294,8 +285,8 @@ def dropped(model: Any, folder: Path, format_: str, *parts: str) -> Any:
     return plainvit.load(path, dtype=None, **FORMATS[format_][2])
 
 
-def same_weights(found: Any, expected: State) -> None:
-    state = found.state_dict()
+def same_weights(loaded: Any, expected: State) -> None:
+    state = loaded.state_dict()
     assert set(state) == set(expected)
     for name, x in expected.items():
         assert torch.equal(state[name], x), name
@@ -319,29 +310,37 @@ def test_dropped_arithmetic_is_replaced_by_the_librarys(
     tmp_path: Path, format_: str, part: str, build: Callable[[], Any], expected: dict[str, Any]
 ) -> None:
     model = build()
-    found = dropped(model, tmp_path, format_, part)
-    assert found.config == model.config.replace(**expected)
-    same_weights(found, model.state_dict())
+    loaded = dropped(model, tmp_path, format_, part)
+    assert loaded.config == model.config.replace(**expected)
+    same_weights(loaded, model.state_dict())
 
 
 @pytest.mark.parametrize("format_", ["timm", "timm folder", "transformers"])
 def test_dropping_pre_logits_drops_the_head(tmp_path: Path, format_: str, caplog: pytest.LogCaptureFixture) -> None:
     model = exact(representation=20)()
-    found = dropped(model, tmp_path, format_, "pre_logits")
-    assert (found.config.representation, found.config.classes) == (0, 0)
-    same_weights(found, {n: x for n, x in model.state_dict().items() if not n.startswith(("head.", "pre_logits."))})
+    loaded = dropped(model, tmp_path, format_, "pre_logits")
+    assert (loaded.config.representation, loaded.config.classes) == (0, 0)
+    same_weights(loaded, {n: x for n, x in model.state_dict().items() if not n.startswith(("head.", "pre_logits."))})
     assert "dropped pre_logits, and the head that reads it" in caplog.text
 
 
-@pytest.mark.parametrize("format_", ["google", "transformers", "torchvision"])
-def test_dropped_layer_scale_is_merged_into_the_layers_before(tmp_path: Path, format_: str) -> None:
-    model = (tanh if format_ == "google" else exact)(layer_scale=0.1)()
-    found = dropped(model, tmp_path, format_, "layer_scale")
+AIMV2: dict[str, Any] = {"norm_kind": "rms", "norm_embedding": "patches", "block_bias": "none", "gated": True}
+AIMV2 |= {"pool": "average", "class_token": False, "posemb_prefix": "none", "activation": "silu", "classes": 0}
+
+
+@pytest.mark.parametrize(
+    ("format_", "settings"), [("google", {}), ("transformers", {}), ("transformers", AIMV2), ("torchvision", {})]
+)
+def test_dropped_layer_scale_is_merged_into_the_layers_before(
+    tmp_path: Path, format_: str, settings: dict[str, Any]
+) -> None:
+    model = (tanh if format_ == "google" else exact)(layer_scale=0.1, **settings)()
+    loaded = dropped(model, tmp_path, format_, "layer_scale")
     images = tiny.images(size=(32, 32))
     with torch.inference_mode():
         expected = model(images)
-        assert tiny.difference(found(images), expected) < 1e-6 * expected.abs().max()
-    assert found.config.layer_scale is None
+        assert tiny.difference(loaded(images), expected) < 1e-6 * expected.abs().max()
+    assert loaded.config.layer_scale is None
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "BiT"])
@@ -349,12 +348,12 @@ def test_dropped_standardisation_is_replaced_by_timms(tmp_path: Path, kind: str)
     """The file then means what timm computes with it: for timm, and for plainvit that reads it back."""
     model = tiny.bit(blocks=(1, 1)) if kind == "BiT" else tiny.hybrid(blocks=(1, 1), image_size=(32, 32))
     parts = ("standardise",) if kind == "BiT" else ("standardise", "activation")
-    found = dropped(model, tmp_path, "timm", *parts)
+    loaded = dropped(model, tmp_path, "timm", *parts)
     peer = timm_bit((1, 1)) if kind == "BiT" else timm_hybrid((1, 1))
     peer.load_state_dict(safetensors.torch.load_file(tmp_path / "out" / "m.safetensors"), strict=True)
     images = tiny.images(size=(32, 32))
     with torch.inference_mode():
-        assert tiny.difference(found(images), peer(images * 2 - 1)) < 1e-10
+        assert tiny.difference(loaded(images), peer(images * 2 - 1)) < 1e-10
 
 
 @pytest.mark.parametrize("part", ["stem", "pool", "registers", "distillation", "resnet", "axial", "image_size"])
@@ -408,8 +407,8 @@ def test_names_are_the_golden_ones(tmp_path: Path) -> None:
     assert golden.keys() == KINDS.keys()
     for kind, build in KINDS.items():
         path = plainvit.save(build(), tmp_path / "m.safetensors")
-        found = {name: "x".join(map(str, shape)) for name, (_, shape, _) in raw(path).items()}
-        assert found == golden[kind], kind
+        shapes = {name: "x".join(map(str, shape)) for name, (_, shape, _) in raw(path).items()}
+        assert shapes == golden[kind], kind
 
 
 # The description in our files -----------------------------------------------------------------------------------------
@@ -455,6 +454,6 @@ def write_described(path: Path, description: dict[str, Any], model: Any) -> Path
 def test_file_of_schema_1_loads(tmp_path: Path) -> None:
     """The golden description, not one written by this version, says what the weights mean."""
     model = described_model()
-    found = plainvit.load(write_described(tmp_path / "m.safetensors", golden_description(), model))
-    assert (found.config, found.about) == (model.config, model.about)
-    same_weights(found, model.state_dict())
+    loaded = plainvit.load(write_described(tmp_path / "m.safetensors", golden_description(), model))
+    assert (loaded.config, loaded.about) == (model.config, model.about)
+    same_weights(loaded, model.state_dict())

@@ -196,9 +196,9 @@ def test_every_timm_model_is_equal_or_unsupported(tmp_path: Path) -> None:
 def print_table(outcomes: dict[str, str], failed: dict[str, str]) -> None:
     print("\nprefix    architectures  names with tags  equal  unsupported")
     for prefix in PREFIXES:
-        found = [outcome for tag, outcome in outcomes.items() if tag.startswith(prefix)]
-        names, equal = sum(name.startswith(prefix) for name in NAMES), found.count("equal")
-        print(f"{prefix:9} {names:13} {len(found):16} {equal:6} {len(found) - equal:12}")
+        of_prefix = [outcome for tag, outcome in outcomes.items() if tag.startswith(prefix)]
+        names, equal = sum(name.startswith(prefix) for name in NAMES), of_prefix.count("equal")
+        print(f"{prefix:9} {names:13} {len(of_prefix):16} {equal:6} {len(of_prefix) - equal:12}")
     print(f"{len(outcomes)} names with tags, {len(failed)} different {failed or ''}")
     for why, count in collections.Counter(outcomes.values()).most_common():
         examples = [tag for tag, outcome in outcomes.items() if outcome == why != "equal"]

@@ -92,9 +92,9 @@ def test_head_of_a_timm_tower_becomes_its_projection(tmp_path: Path) -> None:
     projected = model(tiny.images(dtype=torch.float32))
     plainvit.save(model, tmp_path / "tower.safetensors")
     text = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
-    found = plainvit.load(tmp_path / "tower.safetensors", text_head=write_head(tmp_path / "n.safetensors", text))
+    loaded = plainvit.load(tmp_path / "tower.safetensors", text_head=write_head(tmp_path / "n.safetensors", text))
     expected = 100 * torch.nn.functional.cosine_similarity(projected[:, None], text[None], dim=-1)
-    assert tiny.difference(found(tiny.images(dtype=torch.float32)), expected) < 1e-3
+    assert tiny.difference(loaded(tiny.images(dtype=torch.float32)), expected) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def create(
         name: A name of `plainvit models`.
         classes: The number of classes; 0 leaves the head off.
         image_size: One number, or (height, width).
-        numerics: Whose arithmetic to follow: google, timm, transformers or torchvision.
+        numerics: Whose arithmetic to follow: google, timm, transformers, torchvision or open_clip.
         seed: Makes the weights repeatable.
         device: Where the weights are drawn.
         dtype: The dtype of the weights.

@@ -5,7 +5,7 @@
 
 `order` [B, n] lists the patches of each image, the k hidden ones first. MAE (arXiv 2111.06377) drops these before the
 first layer, so that the blocks process n - k tokens only, and a small decoder predicts them. The paper (B.1.2)
-replaces them by a learned embedding, and one linear layer predicts them.
+repatches them by a learned embedding, and one linear layer predicts them.
 Letters are those of vit.py; n = h * w patches, k of them hidden.
 """
 
@@ -26,9 +26,9 @@ COLOURS = 512  # 3 bits of each of red, green and blue
 CELLS = {"colour": 1, "colours16": 4}  # rows and columns of colours in a patch
 
 
-def take(x: Tensor, places: Tensor) -> Tensor:
-    """The rows of x [B, n, D] at places [B, s]: [B, s, D]."""
-    return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+def take(x: Tensor, patches: Tensor) -> Tensor:
+    """The rows of x [B, n, D] of these patches [B, s]: [B, s, D]."""
+    return x.gather(1, patches.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
 def count_hidden_patches(config: ViTConfig, masked: Masked) -> int:
@@ -93,8 +93,8 @@ class Decoder(nn.Module):
         self.prefix = encoder.prefix
         self.embedding = nn.Linear(encoder.width, width)
         self.mask_token = nn.Parameter(torch.empty(1, width))
-        places = sincos2d(*encoder.grid, width, closed=False).float()  # tokens before the patches have none
-        self.register_buffer("positions", torch.cat((places.new_zeros(self.prefix, width), places)))
+        table = sincos2d(*encoder.grid, width, closed=False).float()  # tokens before the patches have none
+        self.register_buffer("positions", torch.cat((table.new_zeros(self.prefix, width), table)))
         self.blocks = nn.ModuleList(Block(self.config, layer, masked.depth) for layer in range(masked.depth))
         self.norm = make_norm(encoder, width)
         self.prediction = nn.Linear(width, out)
@@ -172,19 +172,19 @@ class MaskedViT(nn.Module):
             x = x + self._select_positions(visible, x)
         return self._encode(self.model.dropout(self.model.norm_tokens(x)))
 
-    def _embed(self, images: Tensor, places: Tensor) -> Tensor:
-        """The embeddings of the patches at `places` [B, s] alone: [B, s, D]."""
+    def _embed(self, images: Tensor, patches: Tensor) -> Tensor:
+        """The embeddings of the patches numbered `patches` [B, s] alone: [B, s, D]."""
         pixels = self.model.normalise.convert(images, self.model.embedding.weight, self.model.config.image_size)
-        return self.model.embed_patches(take(patchify(pixels, self.model.config.patch), places))
+        return self.model.embed_patches(take(patchify(pixels, self.model.config.patch), patches))
 
-    def _select_positions(self, places: Tensor, like: Tensor) -> Tensor:
-        """The positions of the tokens before the patches and of the patches at `places`: [B, prefix + s, D]."""
+    def _select_positions(self, patches: Tensor, x: Tensor) -> Tensor:
+        """The positions of the tokens before the patches and of the patches numbered `patches`: [B, prefix + s, D]."""
         positions = self.model.positions[0]
         assert isinstance(positions, Positions)
-        first = torch.arange(positions.prefix, device=places.device).expand(len(places), -1)
+        first = torch.arange(positions.prefix, device=patches.device).expand(len(patches), -1)
         # One copy per image: on a GPU, gradients of a shared table would be summed in random order
-        table = positions.token_table().to(like.dtype).expand(len(places), -1, -1)
-        return take(table, torch.cat((first, places + positions.prefix), 1))
+        table = positions.token_table().to(x.dtype).expand(len(patches), -1, -1)
+        return take(table, torch.cat((first, patches + positions.prefix), 1))
 
     def _encode(self, x: Tensor) -> Tensor:
         """Normalises all tokens, also if the model normalises the pooled vector: here nothing is pooled."""

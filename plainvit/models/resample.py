@@ -1,4 +1,4 @@
-"""Changes the image size or patch size of a ViT (paper 3.2): resamples positions and patch kernels.
+"""Changes the image size of a ViT (paper 3.2): resamples its positions.
 
 model = resize(model, image_size=384)                   # as the code that the weights come from
 model = resize(model, (256, 192), method="bicubic-antialias")
@@ -50,31 +50,20 @@ def choose_method(model: ViT) -> str:
     return FAMILY_METHODS.get(model.about.family, "bilinear-aligned")
 
 
-def resize(
-    model: ViT,
-    image_size: int | tuple[int, int] | None = None,
-    *,
-    patch: int | tuple[int, int] | None = None,
-    method: str | None = None,
-) -> ViT:
-    """A model for another image size or patch size, which shares the weights that do not change.
+def resize(model: ViT, image_size: int | tuple[int, int], *, method: str | None = None) -> ViT:
+    """A model for another image size, which shares the weights that do not change.
 
     method is one of METHODS, or "geometric" for BEiT's biases; None: as the code that the weights come from.
     """
     method, old = choose_method(model) if method is None else method, model.config
     if not (method == GEOMETRIC and old.posemb == "bias"):
         _check_method(method)
-    new = old.replace(
-        image_size=old.image_size if image_size is None else pair(image_size),
-        patch=old.patch if patch is None else pair(patch),
-    )
+    new = old.replace(image_size=pair(image_size))
     if old.posemb == "relative" and new.grid != old.grid:
         raise ValueError(f"relative positions cannot be resampled: use images of {old.grid[0]} x {old.grid[1]} patches")
     weights = model.state_dict()
     for name, weight in weights.items():
-        if name == "embedding.weight" and new.patch != old.patch:
-            weights[name] = resample_kernel(weight, old.patch, new.patch)
-        elif name.startswith("positions.") and new.grid != old.grid:
+        if name.startswith("positions.") and new.grid != old.grid:
             weights[name] = _resample_positions(name, weight, old.grid, new.grid, method)
         elif name.endswith("attention.relative.table") and new.grid != old.grid:
             weights[name] = resample_biases(weight, old.grid, new.grid, method)
@@ -141,10 +130,10 @@ def _resample_geometric(table: Tensor, old: tuple[int, int], new: tuple[int, int
         offsets = torch.arange(after, dtype=torch.float64) - after // 2
         right = torch.bucketize(offsets, points).clamp(min(1, before - 1), before - 1)
         left = (right - 1).clamp(0)
-        share = ((offsets - points[left]) / (points[right] - points[left])).nan_to_num(0).clamp(0, 1)
+        fraction = ((offsets - points[left]) / (points[right] - points[left])).nan_to_num(0).clamp(0, 1)
         matrix = torch.zeros(after, before, dtype=torch.float64)
-        matrix[torch.arange(after), right] = share
-        matrix[torch.arange(after), left] = 1 - share
+        matrix[torch.arange(after), right] = fraction
+        matrix[torch.arange(after), left] = 1 - fraction
         matrices.append(matrix.to(table.device))
     grid = torch.einsum("ah,bw,hwd->abd", *matrices, table.double().view(*old, -1))  # [2h'-1, 2w'-1, H]
     return grid.flatten(0, 1).to(table.dtype)
@@ -158,17 +147,3 @@ def _place_geometrically(count: int, reach: int) -> Tensor:
         low, high = (low, q) if (1 - q**count) / (1 - q) > reach else (q, high)
     points = torch.cumsum(q ** torch.arange(count, dtype=torch.float64), 0)
     return torch.cat((-points.flip(0), points.new_zeros(1), points))
-
-
-def resample_kernel(weight: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Patch kernels [D, C*P*Q] for another patch size, by the pseudo-inverse of bilinear resizing (FlexiViT).
-
-    A patch resized to a larger size gives the same token; to a smaller size, nearly the same.
-    """
-    if old == new:
-        return weight
-    cells = old[0] * old[1]
-    images = torch.eye(cells, dtype=torch.float64, device=weight.device).view(cells, 1, *old)
-    resizing = F.interpolate(images, size=new, mode="bilinear").flatten(1)  # [P*Q, P'*Q'], the resize transposed
-    kernels = weight.double().view(len(weight), -1, cells)  # [D, C, P*Q]
-    return (kernels @ torch.linalg.pinv(resizing).mT).flatten(1).to(weight.dtype)  # [D, C*P'*Q']

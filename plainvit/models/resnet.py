@@ -169,9 +169,9 @@ class ResNet(nn.Module):
 
     def replace_head(self, classes: int) -> Self:
         """For transfer: replaces the head by one of zeros."""
-        like = self.body.root.weight
+        root = self.body.root.weight
         self.config = self.config.replace(classes=classes)
-        self.head = nn.Linear(self.config.width, classes, device=like.device, dtype=like.dtype) if classes else None
+        self.head = nn.Linear(self.config.width, classes, device=root.device, dtype=root.dtype) if classes else None
         for parameter in self.head.parameters() if self.head else ():
             nn.init.zeros_(parameter)
         return self

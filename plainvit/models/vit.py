@@ -286,11 +286,10 @@ class ViT(nn.Module):
     def replace_head(self, classes: int) -> Self:
         """For transfer (paper 3.2): removes the whole head and attaches one linear layer of zeros."""
         self.config = self.config.without_head().replace(classes=classes)
-        like = self.embedding.weight
         self.pre_logits = self.projection = None
         for name in ("head", "head_distillation"):
             has_layer = classes and (name == "head" or self.config.distillation)
-            layer = make_head(self.config).to(like.device, like.dtype) if has_layer else None
+            layer = make_head(self.config).to(self.embedding.weight) if has_layer else None
             for parameter in layer.parameters() if layer else ():
                 nn.init.zeros_(parameter)
             setattr(self, name, layer)

@@ -80,16 +80,16 @@ class SafetensorsFiles(Tensors):
                 raise DamagedError(f"{path} is damaged ({error}): download it again") from error
 
     def read(self, name: str) -> Tensor:
-        """Reads the bytes directly: the library maps the whole file, which would stay in memory a second time."""
-        path, (kind, start, end) = self._locations[name]
-        if kind not in DTYPES:
-            raise ValueError(f"{name!r} has dtype {kind}: weights must be floats")
+        """Reads with file I/O instead of safetensors' mmap, which would keep a second copy in memory."""
+        path, (dtype_name, start, end) = self._locations[name]
+        if dtype_name not in DTYPES:
+            raise ValueError(f"{name!r} has dtype {dtype_name}: weights must be floats")
         data = bytearray(end - start)
         with path.open("rb") as file:
             file.seek(start)
             if file.readinto(data) != len(data):
                 raise ValueError(f"{path} became shorter while it was read")
-        dtype, shape = DTYPES[kind], self.shapes[name]
+        dtype, shape = DTYPES[dtype_name], self.shapes[name]
         return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
     def check(self) -> None:
@@ -155,9 +155,6 @@ class NpzFile(Tensors):
         super().__init__(path)
         self._members: dict[str, zipfile.ZipInfo] = {}
         with _report_damage(path, "NumPy archive"), zipfile.ZipFile(path) as archive:
-            total = sum(member.file_size for member in archive.infolist())
-            if total > 2 * path.stat().st_size + UNPACK_MARGIN:
-                raise ValueError(f"it would unpack to {total:,} bytes, far more than its size")
             for member in archive.infolist():
                 if member.filename.endswith(".npy"):
                     self._add(archive, member)
@@ -224,9 +221,9 @@ class TorchFile(Tensors):
             raise ValueError(f"{path} is a {type(loaded).__name__}, not a state dict")
         self._tensors = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
         tensors = self._tensors.values()
-        if any(one.layout is not torch.strided or one.device.type != "cpu" or one.is_quantized for one in tensors):
+        if any(x.layout is not torch.strided or x.device.type != "cpu" or x.is_quantized for x in tensors):
             raise ValueError(f"{path} has sparse, quantized or meta tensors: save it with dense ones")
-        size = sum(one.numel() * one.element_size() for one in tensors)
+        size = sum(x.numel() * x.element_size() for x in tensors)
         if size > 2 * path.stat().st_size:
             raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file has: do not trust it")
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -306,7 +303,9 @@ def open_file(path: Path) -> Tensors:
         raise ValueError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` or download the file")
     if start.startswith(b"PK"):
         with _report_damage(path, "archive"), zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
+            names, total = archive.namelist(), sum(member.file_size for member in archive.infolist())
+            if total > 2 * path.stat().st_size + UNPACK_MARGIN:
+                raise ValueError(f"it would unpack to {total:,} bytes, far more than its size")
         return NpzFile(path) if any(name.endswith(".npy") for name in names) else TorchFile(path)
     if len(start) > 8 and start[8:9] == b"{":
         return SafetensorsFiles([path])
@@ -325,15 +324,15 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
     if (folder / SHARD_INDEX).is_file() and not (folder / "model.safetensors").is_file():
         return _open_shards(folder, SHARD_INDEX)
     known = [folder / name for name in (SAFE_NAMES if safe_only else SAFE_NAMES + TORCH_NAMES)]
-    found = [path for path in known if path.is_file()][:1]
-    found = found or [path for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found[:3])
+    candidates = [path for path in known if path.is_file()][:1]
+    candidates = candidates or [path for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
+    if len(candidates) > 1:
+        names = ", ".join(path.name for path in candidates[:3])
         raise ValueError(
-            f"{folder} has {len(found)} weights files ({names}): rename the one to load to {SAFE_NAMES[0]}"
+            f"{folder} has {len(candidates)} weights files ({names}): rename the one to load to {SAFE_NAMES[0]}"
         )
-    if found:
-        return open_file(found[0])
+    if candidates:
+        return open_file(candidates[0])
     if not safe_only and (folder / TORCH_SHARD_INDEX).is_file():
         return _open_shards(folder, TORCH_SHARD_INDEX)
     numbered = [path for path in folder.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdecimal()]

@@ -128,15 +128,15 @@ def _read_sections() -> dict[str, dict[str, str]]:
 
 
 def make_layout(
-    section: str, shapes: Shapes | None = None, prefix: str = "", words: tuple[str, ...] = ()
+    section: str, shapes: Shapes | None = None, prefix: str = "", name_parts: tuple[str, ...] = ()
 ) -> dict[str, Entry]:
-    """The names of a format. Of alternatives, those of a file; without a file, those with one of `words`.
+    """The names of a format. Of alternatives, those of a file; without a file, those with one of `name_parts`.
 
     Args:
         section: The section of parameter_names.ini.
         shapes: The tensors of a file.
         prefix: What the names in the file begin with.
-        words: Parts of names to write in place of the first alternative; of several, the shortest is written.
+        name_parts: Parts of names to write in place of the first alternative; of several, the shortest is written.
     """
     rows = dict(_read_sections()[section])
     fields = {"{prefix}": prefix.replace("{", "{{").replace("}", "}}")}
@@ -147,9 +147,9 @@ def make_layout(
     layout: dict[str, Entry] = {}
     for ours, theirs in rows.items():
         options = [_parse(ours, _fill(option, fields)) for option in theirs.split(" | ")]
-        written = [one for one in options if any(word in name for word in words for name in _list_names(one))]
-        written.sort(key=lambda one: len("".join(_list_names(one))))
-        present = [one for one in options if shapes is not None and _is_present(one, shapes)]
+        written = [entries for entries in options if any(part in _join(entries) for part in name_parts)]
+        written.sort(key=lambda entries: len(_join(entries)))
+        present = [entries for entries in options if shapes is not None and _is_present(entries, shapes)]
         layout |= (present or written or options)[0]
     return layout
 
@@ -177,8 +177,9 @@ def _parse(ours: str, theirs: str) -> dict[str, Entry]:
     }
 
 
-def _list_names(entries: Layout) -> list[str]:
-    return [name for entry in entries.values() for name in entry.names]
+def _join(entries: Layout) -> str:
+    """All names of an alternative as one text, a line each."""
+    return "\n".join(name for entry in entries.values() for name in entry.names)
 
 
 def _is_present(entries: Layout, shapes: Shapes) -> bool:
@@ -189,15 +190,15 @@ def _is_present(entries: Layout, shapes: Shapes) -> bool:
 
 def read_shapes(layout: Layout, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """The shapes of our parameters that a file has, of the first block or unit; kernels have four sides."""
-    found: dict[str, tuple[int, ...]] = {}
+    ours_to_shape: dict[str, tuple[int, ...]] = {}
     for ours, entry in layout.items():
         parts = [_find_shape(shapes, name.format(**FIRST)) for name in entry.names]
         if not all(parts):
             continue
         with contextlib.suppress(RuntimeError, IndexError):  # of a wrong number of sides: an error where it is needed
             parts = [tuple(entry.conversion.read(torch.empty(part, device="meta")).shape) for part in parts]
-        found[ours] = (sum(part[0] for part in parts), *parts[0][1:])
-    return found
+        ours_to_shape[ours] = (sum(part[0] for part in parts), *parts[0][1:])
+    return ours_to_shape
 
 
 _THIRD = re.compile(r"(.+)\[([012])/3\]$")
@@ -231,6 +232,8 @@ def build_model(detected: DetectedModel, tensors: Tensors, dtype: torch.dtype | 
         conversion = entries[name].conversion
         parts = [conversion.read(check_values(_read_part(tensors, their), their)) for their in entries[name].names]
         weights[name] = _merge_parts(parts, shapes[name], dtype)
+        if dtype is not None and dtype != parts[0].dtype:
+            _check_range(weights[name], parts, ", ".join(entries[name].names))
     fill_buffers(model, "cpu")
     model.load_state_dict(weights, assign=True)
     return model.eval()
@@ -275,9 +278,18 @@ def _merge_parts(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype
     merged = torch.empty(shape, dtype=dtype or first.dtype)
     for target, part in zip(merged.chunk(len(parts)), parts, strict=True):
         target.copy_(part.reshape(target.shape))
-    if merged.dtype != first.dtype and not torch.isfinite(merged).all():
-        raise ValueError(f"a weight is too large for {str(dtype).removeprefix('torch.')}: load with another dtype")
     return merged
+
+
+def _check_range(weight: Tensor, parts: list[Tensor], name: str) -> None:
+    """Rejects values that became infinite when they were cast."""
+    if torch.isfinite(weight).all():
+        return
+    largest = max(part.abs().max().item() for part in parts)
+    dtype, limit = str(weight.dtype).removeprefix("torch."), torch.finfo(weight.dtype).max
+    raise ValueError(
+        f"{name} has a value of {largest:.4g}, above {dtype}'s limit of {limit:.4g}: load with another dtype"
+    )
 
 
 def check_values(tensor: Tensor, name: str) -> Tensor:

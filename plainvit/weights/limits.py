@@ -1,36 +1,16 @@
 """What a format supports: the paper's ViT by default, and the values of each setting that a library has besides."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from plainvit.config import RESNET_NUMERICS, STEM_NUMERICS, Model, ResNetConfig, ViTConfig
 
-# Setting -> its value in the paper's ViT as every library has it. True: present, for settings with a value or None
-PLAIN: dict[str, Any] = {
-    "stem": False,
-    "pool": "token",
-    "norm_pooled": False,
-    "representation": False,
-    "projection": False,
-    "cosine_head": False,
-    "posemb": "1d",
-    "posemb_prefix": "class",
-    "registers": False,
-    "distillation": False,
-    "layer_scale": False,
-    "rotary": "none",
-    "gated": False,
-    "qk_norm": False,
-    "norm_kind": "layer",
-    "norm_embedding": "none",
-    "norm_inner": "none",
-    "norm_final": True,
-    "block_bias": "all",
-    "embedding_bias": True,
-    "axial": False,
-    "norm": "pre",
-    "posemb_at": "stem",
-}
+# Fields that every library has with any value, or that say nothing of what a library computes
+FREE = ("width", "depth", "heads", "mlp_dim", "patch", "image_size", "channels", "classes", "class_token")
+FREE += ("activation", "norm_eps", "dropout", "stochastic_depth", "rotary_grid", "init", "mean", "std")
+# The values of the paper's ViT, which every library has; False for parts that are absent (0 or None)
+PLAIN: dict[str, Any] = {field.name: field.default or False for field in fields(ViTConfig) if field.name not in FREE}
 # The names of parts in errors and in --drop
 PARTS = {"representation": "pre_logits", "norm_pooled": "pool", "posemb_prefix": "posemb", "cosine_head": "head"}
 ANY = object()  # every value is supported
@@ -43,15 +23,12 @@ def list_unlike(config: ViTConfig, library: str, **allowed: Any) -> Iterator[tup
         value, usual = getattr(config, name), PLAIN.get(name)
         value = (value is not None and value != 0) if isinstance(usual, bool) and not isinstance(value, bool) else value
         part = PARTS.get(name, name)
-        if values is ANY or value in values or part in listed or _has_no_effect(name, config):
+        has_no_effect = name == "posemb_prefix" and (config.posemb != "1d" or not config.prefix)
+        if values is ANY or value in values or part in listed or has_no_effect:
             continue
         listed.add(part)
         supported = " or ".join(map(str, values))
         yield part, f"{library} has {name} {supported}, the model {value}"
-
-
-def _has_no_effect(name: str, config: ViTConfig) -> bool:
-    return name == "posemb_prefix" and (config.posemb != "1d" or not config.prefix)
 
 
 def list_unlike_resnet(config: Model, library: str) -> Iterator[tuple[str, str]]:

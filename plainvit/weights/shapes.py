@@ -64,7 +64,7 @@ def read_vit(
         settings["channels"] = settings["stem"].channels
     settings["depth"] = count_layers(shapes, layout)
     settings["image_size"], settings["posemb_prefix"], size_source = _read_image_size(settings, ours, hints, rows)
-    settings["heads"], heads_source = hints.stated_heads or _guess_heads(ours, hints, family, rotary)
+    settings["heads"], heads_source = hints.stated_heads or _assume_heads(ours, hints, family, rotary)
     return settings, {"heads": heads_source, "image_size": size_source}
 
 
@@ -239,7 +239,7 @@ def count_units(names: Iterable[str], layout: Layout, ours: str) -> tuple[int, .
     return units
 
 
-def _guess_heads(ours: Shapes, hints: Hints, family: str, rotary: str) -> tuple[int, str]:
+def _assume_heads(ours: Shapes, hints: Hints, family: str, rotary: str) -> tuple[int, str]:
     """(heads, source): the shape of q, k and v does not show them."""
     width, biases = ours["embedding.weight"][0], ours.get(f"{BLOCK}attention.relative.table", ())
     if len(biases) == 2:

@@ -52,15 +52,16 @@ def load_text_head(model: ViT, path: str | Path) -> ViT:
         )
     scale = _read_scalar(file, "logit_scale")
     if scale is not None and scale > MAX_LOG_SCALE:
-        raise ValueError(f"logit_scale {scale:g} in {path} is too large: store its logarithm, as the model does")
+        raise ValueError(
+            f"logit_scale in {path} must be the logarithm of the scale and at most {MAX_LOG_SCALE:g}, got {scale:g}"
+        )
     weight = F.normalize(embeddings, dim=-1) * (DEFAULT_SCALE if scale is None else torch.tensor(scale).exp())
     model.config = model.config.replace(classes=len(embeddings), cosine_head=True)
-    like = model.embedding.weight
     head = make_head(model.config)
     with torch.no_grad():
         head.weight.copy_(weight)
         head.bias.fill_(_read_scalar(file, "logit_bias") or 0.0)
-    model.head = head.to(like.device, like.dtype)
+    model.head = head.to(model.embedding.weight)
     model.about = dataclasses.replace(model.about, class_names=names)
     return model
 

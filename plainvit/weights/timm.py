@@ -18,7 +18,7 @@ from plainvit.weights.shapes import BLOCK, Hints, read_bit, read_vit, unsupporte
 from plainvit.weights.timm_architectures import (
     ACTIVATIONS,
     check_architecture,
-    choose_words,
+    choose_name_parts,
     load_architectures,
     read_class_names,
     read_preprocess,
@@ -112,7 +112,7 @@ def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
 
 def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, Any]) -> tuple[str, str]:
     """(family, reason). The family decides the normalisation of pixels, which the weights do not show."""
-    names, rotary = tensors.shapes, _guess_rotary(tensors.shapes)
+    names, rotary = tensors.shapes, _assume_rotary(tensors.shapes)
     if sidecar.get("pretrained_cfg"):
         return "timm", "config.json"
     if "dist_token" in names:
@@ -150,7 +150,7 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
     if "blocks.0.attn.qkv.bias_mask" in shapes:  # DINOv3's own files store a bias of k, and do not use it
         layout[f"{BLOCK}attention.qkv.bias"] = Entry(MASKED_BIAS, SAME)
     known = load_architectures().get(str(sidecar.get("architecture")), {})
-    rotary, heads = known.get("rotary") or _guess_rotary(shapes), arguments.get("num_heads", known.get("heads"))
+    rotary, heads = known.get("rotary") or _assume_rotary(shapes), arguments.get("num_heads", known.get("heads"))
     size = arguments.get("img_size") or tuple(published.get("input_size") or ())[-2:] or None
     stated_heads = None if heads is None or hints.heads else (heads, "config.json")
     hints = replace(hints, stated_size=size, stated_heads=stated_heads)
@@ -165,7 +165,7 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
     settings |= {key: tuple(published.get(key) or colours[key]) for key in colours}
     config = ViTConfig(**settings)
     sources |= numerics_sources | pool_source | _list_sources(config, sidecar, f"{name} ({reason})")
-    left_out = sorted({one.split(".")[0] for one in shapes if _is_training_only(one)})
+    left_out = sorted({key.split(".")[0] for key in shapes if _is_training_only(key)})
     return DetectedModel(
         family=name,
         config=config,
@@ -173,7 +173,7 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         sources=sources,
         preprocess=read_preprocess(sidecar, 1.0 if name == "timm" and config.image_size[0] >= 384 else crop),
         class_names=read_class_names(sidecar),
-        ignore=lambda one: _is_training_only(one) or one.endswith(BUFFERS),
+        ignore=lambda key: _is_training_only(key) or key.endswith(BUFFERS),
         notes=[f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else [],
     )
 
@@ -223,7 +223,7 @@ def _find_pool(shapes: Shapes, stated: object) -> tuple[Any, dict[str, str]]:
     return "average" if is_averaged else "token", {} if stated or is_averaged else {"pool": "assumed: the class token"}
 
 
-def _guess_rotary(shapes: Shapes) -> str:
+def _assume_rotary(shapes: Shapes) -> str:
     """The rotary positions of a family whose weights look like this; the weights do not contain them."""
     has_table, has_class = "pos_embed" in shapes, "cls_token" in shapes
     if "rope_embed.periods" in shapes or "storage_tokens" in shapes:
@@ -247,7 +247,7 @@ def _read_numerics(
         numerics = {key: value for key, value in known.items() if key != "heads"}
         sources = dict.fromkeys(numerics, f"config.json: timm's {name}")
     else:
-        numerics, sources = _guess_numerics(settings, family)
+        numerics, sources = _assume_numerics(settings, family)
     activation = (sidecar.get("model_args") or {}).get("act_layer")
     if activation is not None:
         if activation not in ACTIVATIONS:
@@ -257,7 +257,7 @@ def _read_numerics(
     return numerics, sources
 
 
-def _guess_numerics(settings: Mapping[str, Any], family: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _assume_numerics(settings: Mapping[str, Any], family: str) -> tuple[dict[str, Any], dict[str, str]]:
     rotary, coarse = settings["rotary"], has_coarse_norms(settings)
     if rotary == "pe":
         raise unsupported_model("a Perception Encoder without config.json, whose rotary grid is unknown", "norm_pre")
@@ -281,7 +281,7 @@ def has_coarse_norms(settings: Mapping[str, Any]) -> bool:
 def layout_for(config: Model) -> Layout:
     if isinstance(config, ResNetConfig):
         return make_layout("timm BiT")
-    return make_layout("timm", words=choose_words(config))
+    return make_layout("timm", name_parts=choose_name_parts(config))
 
 
 def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:

@@ -61,10 +61,10 @@ def _has_split_qkv(config: ViTConfig) -> bool:
     return uses_eva(config) and config.rotary == "eva02" and config.norm_inner != "none"
 
 
-def choose_words(config: ViTConfig) -> tuple[str, ...]:
+def choose_name_parts(config: ViTConfig) -> tuple[str, ...]:
     """The names, of the alternatives in parameter_names.ini, that the class of timm has which computes the model."""
     is_split = _has_split_qkv(config)
-    words = {
+    is_written = {
         "gamma_": uses_eva(config),
         "fc_norm": config.norm_pooled,
         "_proj": is_split,
@@ -73,7 +73,7 @@ def choose_words(config: ViTConfig) -> tuple[str, ...]:
         "backbone.conv": config.stem is not None and not config.stem.blocks,
         "backbone.norm": config.stem is not None and not config.stem.blocks,
     }
-    return tuple(word for word, is_used in words.items() if is_used)
+    return tuple(part for part, holds in is_written.items() if holds)
 
 
 def check_architecture(name: str) -> None:

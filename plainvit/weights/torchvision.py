@@ -20,7 +20,7 @@ def detect(tensors: Tensors, hints: Hints) -> DetectedModel:
     layout = make_layout("torchvision", tensors.shapes)
     settings, sources = read_vit(layout, tensors.shapes, "torchvision", hints)
     config = ViTConfig(**settings | VIT_NUMERICS["torchvision"] | (IMAGENET if settings["channels"] == 3 else HALF))
-    preprocess, sources["preprocess"] = _guess_preprocess(config)
+    preprocess, sources["preprocess"] = _assume_preprocess(config)
     sources |= {
         "activation": "torchvision's code: exact GELU",
         "norm_eps": "torchvision's code: 1e-6",
@@ -29,7 +29,7 @@ def detect(tensors: Tensors, hints: Hints) -> DetectedModel:
     return DetectedModel("torchvision", config, layout, sources, preprocess)
 
 
-def _guess_preprocess(config: ViTConfig) -> tuple[Preprocess, str]:
+def _assume_preprocess(config: ViTConfig) -> tuple[Preprocess, str]:
     """(preprocessing, source): the SWAG weights (384 px and above, and H/14) resize to their own size with bicubic.
 
     The others resize to 256 pixels (L/16 to 242), then crop.

@@ -178,15 +178,15 @@ def _read_model(
         rows="all" if is_second_unread else "class",
     )
     settings |= numerics | FIXED.get(kind.name, {}) | _find_pooling(kind, layout, ours)
-    is_guessed = settings["gated"] and kind.name == "DINOv3" and not config
-    if is_guessed or (settings["gated"] and kind.name.startswith("DINOv2")):  # whose code ignores hidden_act there
+    is_assumed = settings["gated"] and kind.name == "DINOv3" and not config
+    if is_assumed or (settings["gated"] and kind.name.startswith("DINOv2")):  # whose code ignores hidden_act there
         settings["activation"] = "silu"
     model = ViTConfig(**settings)
     if model.posemb == "bias" and model.grid[0] != model.grid[1]:
         raise unsupported_model("BEiT for images that are not square", "transformers mixes up rows and columns there")
     source = "config.json" if config else f"{family}'s default"
     sources |= {"activation": source, "norm_eps": source}
-    if is_guessed:
+    if is_assumed:
         sources["activation"] = "assumed: SiLU, as in the published gated DINOv3"
     if kind.name in ASSUMED and not config:
         sources[ASSUMED[kind.name]] = f"assumed: {family}'s default"
@@ -212,7 +212,7 @@ def _find_pooling(kind: Kind, layout: Layout, ours: Shapes) -> dict[str, Any]:
 
 def layout_for(config: ViTConfig) -> Layout:
     kind = choose_kind(config)
-    words = {
+    is_written = {
         "pooler.layernorm": config.norm_pooled,
         "cls_classifier": config.distillation,
         "query.bias": kind.name == "BEiT" and config.block_bias == "no_k",
@@ -220,8 +220,9 @@ def layout_for(config: ViTConfig) -> Layout:
         "mlp.up_proj": kind.name == "DINOv3" and not config.gated,
         "weights_": kind.name.startswith("DINOv2") and config.gated,
     }
-    chosen = tuple(word for word, is_used in words.items() if is_used)
-    layout = make_layout(kind.section, prefix=kind.prefix if config.classes or config.projection else "", words=chosen)
+    name_parts = tuple(part for part, holds in is_written.items() if holds)
+    prefix = kind.prefix if config.classes or config.projection else ""
+    layout = make_layout(kind.section, prefix=prefix, name_parts=name_parts)
     if kind.name == "DeiT" and not config.distillation:
         layout["registers"] = layout.pop("distillation_token")
     return layout

@@ -197,7 +197,8 @@ def _drop_weights(part: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         layer = name.replace("residual1.scale", "attention.out").replace("residual2.scale", "mlp.fc2")
         scale = kept.pop(name)  # the same function, up to rounding
         kept[f"{layer}.weight"] = kept[f"{layer}.weight"] * scale[:, None]
-        kept[f"{layer}.bias"] = kept[f"{layer}.bias"] * scale
+        if f"{layer}.bias" in kept:
+            kept[f"{layer}.bias"] = kept[f"{layer}.bias"] * scale
     return kept
 
 

@@ -86,20 +86,15 @@ class Packed(NamedTuple):
     device: torch.device
 
 
-def fits(qkv: Tensor | Packed, heads: int) -> bool:
-    """Whether short_attention supports this qkv [B, N, 3D]."""
-    return unfit(qkv, heads) is None
-
-
 def is_faster(qkv: Tensor | Packed, heads: int) -> bool:
     """Whether short_attention supports this qkv and is faster than PyTorch's attention.
 
     Python needs longer to launch a Triton kernel, so in eager code only large inputs gain; compiled code always does.
     """
-    return (torch.compiler.is_compiling() or math.prod(qkv.shape) >= LARGE) and fits(qkv, heads)
+    return (torch.compiler.is_compiling() or math.prod(qkv.shape) >= LARGE) and explain_unfit(qkv, heads) is None
 
 
-def unfit(qkv: Tensor | Packed, heads: int) -> str | None:
+def explain_unfit(qkv: Tensor | Packed, heads: int) -> str | None:
     """Why short_attention does not support this qkv, or None."""
     if len(qkv.shape) != 3 or heads < 1 or qkv.shape[2] % (3 * heads) != 0:
         return f"qkv of shape {tuple(qkv.shape)} is not [batch, tokens, 3 x {heads} heads x width]"
@@ -120,17 +115,6 @@ def device_ready(index: int) -> bool:
     if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(index) >= (8, 0)
-
-
-def _check(qkv: Tensor, heads: int) -> None:
-    reason = unfit(qkv, heads)
-    if reason and not is_interpreted(qkv):
-        raise ValueError(reason)
-
-
-def is_interpreted(x: Tensor) -> bool:
-    """Whether Triton's interpreter replaces a GPU, as in tests."""
-    return not x.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -221,7 +205,9 @@ def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor
 
 @torch.library.custom_op("plainvit::short_attention", mutates_args=())
 def _forward(qkv: Tensor, heads: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001, for its gradient
-    _check(qkv, heads)
+    is_interpreted = not qkv.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"  # instead of a GPU, as in tests
+    if not is_interpreted and (reason := explain_unfit(qkv, heads)):
+        raise ValueError(reason)
     return run_forward(qkv, heads, TILES[qkv.shape[2] // (3 * heads)].forward)
 
 

@@ -60,10 +60,10 @@ def store_sums(start, sums, PARTS: constexpr):
 @triton.jit
 def sum_rows(tiles, factor, PARTS: constexpr):
     """The sum of all rows, times `factor`."""
-    found = ()
+    sums = ()
     for i in tl.static_range(len(PARTS)):
-        found = found + (tl.sum(tiles[i].to(tl.float32), 0) * factor,)
-    return found
+        sums = sums + (tl.sum(tiles[i].to(tl.float32), 0) * factor,)
+    return sums
 
 
 @triton.jit
@@ -75,22 +75,22 @@ def zeros(ROWS: constexpr, PARTS: constexpr):
 
 
 @triton.jit
-def product(a, b, PARTS: constexpr):
+def matmul(a, b, PARTS: constexpr):
     """a bT over the head's width, in fp32."""
-    found = tl.dot(a[0], tl.trans(b[0]))
+    total = tl.dot(a[0], tl.trans(b[0]))
     for i in tl.static_range(1, len(PARTS)):
-        found = tl.dot(a[i], tl.trans(b[i]), found)
-    return found
+        total = tl.dot(a[i], tl.trans(b[i]), total)
+    return total
 
 
 @triton.jit
 def add_weighted(sums, weights, rows, PARTS: constexpr):
     """sums + weights @ rows, part by part."""
-    found = ()
+    totals = ()
     weights = weights.to(rows[0].dtype)
     for i in tl.static_range(len(PARTS)):
-        found = found + (tl.dot(weights, rows[i], sums[i]),)
-    return found
+        totals = totals + (tl.dot(weights, rows[i], sums[i]),)
+    return totals
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def add_online(
     N: constexpr, WIDTH: constexpr, MASKED: constexpr, PARTS: constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to an online softmax; earlier sums are rescaled if the maximum grows."""
-    logits = product(queries, keys, PARTS)
+    logits = matmul(queries, keys, PARTS)
     if MASKED:
         logits = tl.where((first + tl.arange(0, WIDTH))[None, :] < N, logits, float("-inf"))
     greater = tl.maximum(most, tl.max(logits, 1) * scale)
@@ -160,7 +160,7 @@ def attention_forward(
     tl.store(lse + rows, most + tl.log2(total), rows < N)
 
 
-# Backward: dQ, then dK and dV, seven products -------------------------------------------------------------------------
+# Backward: dQ, then dK and dV, seven matmuls -------------------------------------------------------------------------
 
 
 @triton.jit
@@ -169,10 +169,10 @@ def add_to_queries(
     N: constexpr, WIDTH: constexpr, MASKED: constexpr, PARTS: constexpr,
 ):  # fmt: skip
     """dQ + dS K of one tile of keys, and one block of queries."""
-    logits = product(queries, keys, PARTS) * scale - total[:, None]  # [ROWS, WIDTH]
+    logits = matmul(queries, keys, PARTS) * scale - total[:, None]  # [ROWS, WIDTH]
     if MASKED:
         logits = tl.where((first + tl.arange(0, WIDTH))[None, :] < N, logits, float("-inf"))
-    ds = tl.exp2(logits) * (product(grads, values, PARTS) - taken[:, None])
+    ds = tl.exp2(logits) * (matmul(grads, values, PARTS) - taken[:, None])
     return add_weighted(sums, ds, keys, PARTS)
 
 
@@ -230,9 +230,9 @@ def add_to_keys(
     grads = load(grad, first, grad_token_stride, N, ROWS, PARTS)
     total = tl.load(lse + rows, rows < N, 0.0)
     taken = tl.load(delta + rows, rows < N, 0.0)
-    p = tl.exp2(product(keys, queries, PARTS) * scale - total[None, :])  # [KEYS, ROWS]
+    p = tl.exp2(matmul(keys, queries, PARTS) * scale - total[None, :])  # [KEYS, ROWS]
     dv = add_weighted(dv, p, grads, PARTS)
-    ds = p * (product(values, grads, PARTS) - taken[None, :])
+    ds = p * (matmul(values, grads, PARTS) - taken[None, :])
     return add_weighted(dk, ds, queries, PARTS), dv
 
 

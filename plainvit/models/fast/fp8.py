@@ -76,7 +76,7 @@ def _(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return torch.empty(x.shape, dtype=E4M3, device=x.device), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-def product(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, *, fast: bool) -> Tensor:
+def matmul(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, *, fast: bool) -> Tensor:
     """a [M, K] times b [N, K] transposed, both from `quantize`: [M, N], bf16 on a GPU."""
     if not a.is_cuda:
         return emulate_matmul(a, b, scales, bias)
@@ -97,8 +97,8 @@ scaled_matmul.register_fake(_scaled_matmul)
 def emulate_matmul(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
     """The same in fp32, on any device."""
     with torch.autocast(a.device.type, enabled=False):
-        matmul = (a.float() @ b.float().t()) * scales[0] * scales[1].t()
-        return matmul if bias is None else matmul + bias.float()
+        output = (a.float() @ b.float().t()) * scales[0] * scales[1].t()
+        return output if bias is None else output + bias.float()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _trainable_matmul(
     b: Tensor,
     columns: Tensor,
 ) -> Tensor:
-    return product(a, b, (rows, columns), bias, fast=FAST_FORWARD).to(x.dtype)
+    return matmul(a, b, (rows, columns), bias, fast=FAST_FORWARD).to(x.dtype)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG001
@@ -129,7 +129,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias = ctx.saved_tensors
     (a, rows), (b, columns) = quantize(grad), quantize(weight.t())
-    of_x = product(a, b, (rows, columns), None, fast=FAST_BACKWARD).to(x.dtype)  # [M, K]
+    of_x = matmul(a, b, (rows, columns), None, fast=FAST_BACKWARD).to(x.dtype)  # [M, K]
     return of_x, (grad.t() @ x).to(weight.dtype), grad.sum(0, dtype=bias.dtype), None, None, None, None
 
 
@@ -171,7 +171,7 @@ class Fp8InferenceLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, rows = quantize_activated(x.flatten(0, -2), self.kind, self.activation)
-        output = product(a, self.weight, (rows, self.scale), self.bias, fast=FAST_FORWARD)
+        output = matmul(a, self.weight, (rows, self.scale), self.bias, fast=FAST_FORWARD)
         return output.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
@@ -225,7 +225,7 @@ def explain_unsupported(device: torch.device | str) -> str:
     try:
         ones, scale = quantize(torch.ones(64, 32, device=device))
         for fast in {FAST_FORWARD, FAST_BACKWARD}:
-            product(ones, ones, (scale, scale), ones[:, 0].float(), fast=fast)
+            matmul(ones, ones, (scale, scale), ones[:, 0].float(), fast=fast)
     except (RuntimeError, ValueError) as error:
         return f"fp8 matmuls fail on {name}: {str(error).splitlines()[0]}"
     return ""

@@ -40,14 +40,14 @@ def gelu_gradients(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for turn in range(TURNS):
         rows = (tl.program_id(1) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
-        places = rows[:, None].to(tl.int64) * M + columns[None, :]
+        offsets = rows[:, None].to(tl.int64) * M + columns[None, :]
         inside = (rows[:, None] < R) & (columns[None, :] < M)
-        numbers = tl.load(x + places, inside, 0.0).to(tl.float32)
+        numbers = tl.load(x + offsets, inside, 0.0).to(tl.float32)
         phi, more = normal(numbers, TANH)
-        found = tl.load(grad + places, inside, 0.0).to(tl.float32) * (phi + more)
-        tl.store(y + places, (numbers * phi).to(y.dtype.element_ty), inside)
-        tl.store(dx + places, found.to(dx.dtype.element_ty), inside)
-        total += found
+        slope = tl.load(grad + offsets, inside, 0.0).to(tl.float32) * (phi + more)
+        tl.store(y + offsets, (numbers * phi).to(y.dtype.element_ty), inside)
+        tl.store(dx + offsets, slope.to(dx.dtype.element_ty), inside)
+        total += slope
     tl.store(sums + tl.program_id(1).to(tl.int64) * M + columns, tl.sum(total, 0), columns < M)
 
 
@@ -70,8 +70,8 @@ def linear_gelu(
     down, across = tl.cdiv(R, ROWS), tl.cdiv(M, COLUMNS)
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
         first = tile // (GROUP * across) * GROUP  # GROUP rows of tiles at a time share cached operands
-        height, place = tl.minimum(down - first, GROUP), tile % (GROUP * across)
-        row, column = (first + place % height) * ROWS, place // height * COLUMNS
+        height, inside = tl.minimum(down - first, GROUP), tile % (GROUP * across)
+        row, column = (first + inside % height) * ROWS, inside // height * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(0, D, INNER):
             total = tl.dot(x.load([row, k]), weight.load([column, k]).T, total)

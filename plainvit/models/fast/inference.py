@@ -176,7 +176,7 @@ def measure(config: Model, batch: int, target: torch.device, extra: tuple[Choice
             continue
         if difference <= TOLERANCE[choice.precision] * max(expected.std(), 1e-6):
             calls[choice] = call
-    times = {choice: statistics.median(values) for choice, values in time_calls(calls, images).items()}
+    times = {choice: statistics.median(values) for choice, values in time_choices(calls, images).items()}
     return min(times, key=lambda choice: times[choice])
 
 
@@ -187,7 +187,7 @@ def shrink(config: Model) -> Model:
     return config.replace(blocks=tuple(1 for _ in config.blocks))
 
 
-def time_calls(calls: dict[Choice, Callable[[Tensor], Tensor]], images: Tensor) -> dict[Choice, list[float]]:
+def time_choices(calls: dict[Choice, Callable[[Tensor], Tensor]], images: Tensor) -> dict[Choice, list[float]]:
     times: dict[Choice, list[float]] = {choice: [] for choice in calls}
     for _ in range(ROUNDS):
         for choice, call in calls.items():
