@@ -134,6 +134,8 @@ def test_first_losses_are_golden(name: str, tmp_path: Path) -> None:
     """A change of the loop, of the order, of an augmentation or of an initial weight shows here."""
     if name in ("cifar10", "tiny-imagenet") and not DATA:
         pytest.skip("needs PLAINVIT_DATA")
+    if torch.__version__ < "2.15":
+        pytest.skip("other initial weights: trunc_normal_ drew them in another way")
     found = first_losses(name, tmp_path)
     assert found == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=2e-4)
 

@@ -153,9 +153,10 @@ def _write_npz(path: Path, tables: Iterator[pa.Table]) -> None:
     """features [N, D], NaN for unreadable images; names [N] and errors [N], "" without one."""
     table = pa.concat_tables(list(tables))
     rows: Any = table["features"].combine_chunks()
-    width, valid = rows.type.list_size, rows.is_valid().to_numpy(zero_copy_only=False)
-    features = np.full((len(rows), width), np.nan, np.float32)
-    features[valid] = rows.flatten().to_numpy().reshape(-1, width)
+    valid = rows.is_valid().to_numpy(zero_copy_only=False)
+    values = rows.flatten().to_numpy()
+    features = np.full((len(rows), len(values) // max(1, valid.sum())), np.nan, np.float32)
+    features[valid] = values.reshape(valid.sum(), features.shape[1])
     names, errors = np.array(table["name"].to_pylist()), np.array([text or "" for text in table["error"].to_pylist()])
     with path.open("wb") as file:  # savez adds .npz to the name of a path
         np.savez(file, features=features, names=names, errors=errors)

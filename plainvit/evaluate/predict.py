@@ -145,9 +145,11 @@ def _copy_to_host(*tensors: Tensor) -> PendingOutput:
 
 
 def _make_features(features: Tensor, errors: list[str | None]) -> pa.Array:
-    missing = np.array([error is not None for error in errors])
-    flat = pa.array(features.numpy().reshape(-1))
-    return pa.FixedSizeListArray.from_arrays(flat, features.shape[1], mask=pa.array(missing))
+    """A list per image, or null. Not of a fixed size: before version 26, pyarrow cannot read such lists with nulls."""
+    rows = np.array([error is None for error in errors])
+    offsets = np.concatenate(([0], np.cumsum(rows * features.shape[1])))
+    values = pa.array(features.numpy()[rows].reshape(-1))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, mask=pa.array(~rows))
 
 
 def _make_texts(column: Sequence[str | None]) -> pa.Array:
