@@ -79,7 +79,7 @@ def _describe_pixels(detected: DetectedModel) -> str:
     flags = ", ".join(f"--{name}" for name in sources)
     reasons = (source.removeprefix("assumed: ").removeprefix("that of ") for source in sources.values())
     why = "; ".join(dict.fromkeys(reasons))
-    return f"assumed {settings}, as in {why}; set {flags} if it was trained with others (before `train`: to `convert`)"
+    return f"assumed {settings}, as in {why}; set {flags} if it was trained with others (for `train` and `serve`: with `convert`)"
 
 
 def _merge_equal(values: tuple[float, ...]) -> tuple[float, ...]:
