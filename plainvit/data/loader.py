@@ -70,15 +70,15 @@ class Loader:
         self.workers = default_workers() if workers is None else workers
         self.order = Order(len(source), seed, repeats=augment.repeats)
         self.bad: dict[int, str] = {}
-        self.policy = None
+        self.randaugment = None
         if augment.randaugment[0] or augment.three_augment:
-            from plainvit.data.policy import Policy  # imports torchvision, which takes a second
+            from plainvit.data.randaugment import RandAugment  # imports torchvision, which takes a second
 
-            self.policy = Policy(augment, size, self.device)
-        self._draws = DRAWS + (self.policy.draws if self.policy else 0)
-        # Color and erasing follow the policy, if there is one; flips come before it
-        self._augment_before_policy = augment.replace(colour=0.0, erase=0.0) if self.policy else augment
-        self._augment_after_policy = augment.replace(flip=0.0)
+            self.randaugment = RandAugment(augment, size, self.device)
+        self._draws = DRAWS + (self.randaugment.draws if self.randaugment else 0)
+        # Color and erasing follow RandAugment, if there is one; flips come before it
+        self._augment_before = augment.replace(colour=0.0, erase=0.0) if self.randaugment else augment
+        self._augment_after = augment.replace(flip=0.0)
         extents = None
         if mode in ("auto", "resident"):
             extents = find_resident_sizes(source, self.device, mode == "resident", force)
@@ -115,8 +115,8 @@ class Loader:
         with contextlib.closing(items):
             for step, (images, labels, index, bad) in items:
                 images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
-                if self.policy or self._augment_after_policy.colour or self._augment_after_policy.erase:
-                    images = self._apply_policy(images, self._draw_uniforms(range(step, step + 1)))
+                if self.randaugment or self._augment_after.colour or self._augment_after.erase:
+                    images = self._apply_randaugment(images, self._draw_uniforms(range(step, step + 1)))
                 yield Batch(images, labels, index.numpy(), bad)
 
     def _resident_batches(self, start: int, stop: int | None) -> Generator[Batch]:
@@ -133,16 +133,16 @@ class Loader:
         index = self._replace_bad(self.order.sample(np.concatenate([self.positions(step) for step in steps])))
         u = self._draw_uniforms(steps)
         device_index, device_u = (to_device(x, self.device) for x in (torch.from_numpy(index), u))
-        images, labels = self.resident.batch(device_index, device_u, self._augment_before_policy, self.size)
-        images = self._apply_policy(images, u) if self.policy else images
+        images, labels = self.resident.batch(device_index, device_u, self._augment_before, self.size)
+        images = self._apply_randaugment(images, u) if self.randaugment else images
         parts = images.split(self.local_batch), labels.split(self.local_batch), np.split(index, len(steps))
         return [Batch(*part) for part in zip(*parts, strict=True)]
 
-    def _apply_policy(self, images: Tensor, u: Tensor) -> Tensor:
+    def _apply_randaugment(self, images: Tensor, u: Tensor) -> Tensor:
         """The augmentation after cropping and flipping: policy, color and erasing."""
-        augment = self._augment_after_policy
-        if self.policy:
-            images = self.policy(images, u[:, DRAWS:])
+        augment = self._augment_after
+        if self.randaugment:
+            images = self.randaugment(images, u[:, DRAWS:])
         if augment.colour or augment.erase:
             apply = self.resident.finish if self.resident else augment_batch
             images = apply(images, to_device(u, self.device), augment)
@@ -150,7 +150,7 @@ class Loader:
 
     def _draw_uniforms(self, steps: range) -> Tensor:
         """Random numbers of these steps: on the host if a policy reads them, otherwise on the device."""
-        device = "cpu" if self.policy else self.device
+        device = "cpu" if self.randaugment else self.device
         position = torch.cat([torch.arange(p.start, p.stop, device=device) for p in map(self.positions, steps)])
         return uniforms(self.seed, position // len(self.source), position % len(self.source), self._draws)
 

@@ -116,7 +116,7 @@ class Resident:
         self.images, self.sizes = images.to(device), sizes.to(device)  # [N, 3, H, W], [N, 2]
         self.labels = torch.from_numpy(source.labels).long().to(device)
         # Compiling turns some hundred small kernels into a few. Uniforms are not compiled (Inductor's CPU code for
-        # their 64-bit arithmetic wrote out of bounds under torch 2.15), nor is a policy, whose slices change each step.
+        # their 64-bit arithmetic wrote out of bounds under torch 2.15), nor is RandAugment (slices change each step).
         on_gpu = device.type == "cuda"
         self.batch = torch.compile(self._batch, dynamic=False) if on_gpu else self._batch
         self.finish = torch.compile(augment_batch, dynamic=False) if on_gpu else augment_batch

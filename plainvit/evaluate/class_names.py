@@ -42,6 +42,14 @@ def read_class_names(path: Path, classes: int) -> tuple[str, ...]:
     return tuple(str(name).strip() for name in names)
 
 
+def default_class_names(classes: int, source: str) -> tuple[str, ...]:
+    """Names for a model without names: ImageNet-1k's for 1,000 classes, else numbers."""
+    if classes != IMAGENET:
+        return tuple(map(str, range(classes)))
+    log.warning("note: %s has 1,000 classes without names: ImageNet-1k's are used (or --class-names)", source)
+    return imagenet_names()
+
+
 # Matching -------------------------------------------------------------------------------------------------------------
 
 

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from plainvit.config import Preprocess
 from plainvit.data.decode import ImageError, to_pixels
-from plainvit.data.imagenet import class_names as imagenet_names
 from plainvit.data.transforms import as_floats, preprocess_image
 from plainvit.device import choose_device, choose_precision
-from plainvit.evaluate.class_names import IMAGENET, read_class_names
+from plainvit.evaluate.class_names import default_class_names, read_class_names
 from plainvit.models import has_fast_path
 from plainvit.models.inference import check_finite, eval_mode
 from plainvit.weights import load
@@ -104,13 +103,7 @@ class Predictor:
     @functools.cached_property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes; ImageNet-1k's for 1,000 classes without names, else numbers."""
-        if self.model.about.class_names:
-            return self.model.about.class_names
-        if self.classes == IMAGENET:
-            source = self.source or "the model"
-            log.warning("note: %s has 1,000 classes without names: ImageNet-1k's are used (or --class-names)", source)
-            return imagenet_names()
-        return tuple(map(str, range(self.classes)))
+        return self.model.about.class_names or default_class_names(self.classes, str(self.source or "the model"))
 
     @functools.cached_property
     def weights_hash(self) -> str:

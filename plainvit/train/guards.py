@@ -1,9 +1,10 @@
 """What may go wrong in a run: signals, too little memory, steps with NaN or Inf.
 
-loop.py tests loss and gradient for NaN and Inf, calls `skip_step` and raises DivergedError after too many.
+For a step that is not finite, loop.py calls `skip_step` in place of the update; after too many it raises DivergedError.
 """
 
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -163,6 +164,11 @@ def describe_out_of_memory(run: "Training") -> str:
 
 
 # Non-finite values ----------------------------------------------------------------------------------------------------
+
+
+def is_finite_step(loss: float, norm: float) -> bool:
+    """Whether the weights may be updated: NaN or Inf in any gradient makes the norm NaN or Inf."""
+    return math.isfinite(loss) and math.isfinite(norm)
 
 
 def skip_step(run: "Training", batch: "Batch", loss: float, norm: float, display: "Display") -> None:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from plainvit.errors import NonFiniteError
 from plainvit.runtime.display import Display
-from plainvit.train.guards import DivergedError, InterruptedRunError, catch_signals, choose_micro_batch, skip_step
+from plainvit.train.guards import (
+    DivergedError,
+    InterruptedRunError,
+    catch_signals,
+    choose_micro_batch,
+    is_finite_step,
+    skip_step,
+)
 from plainvit.train.schedule import learning_rate
 from plainvit.train.state import averaged_weights
 from plainvit.train.step import Prefetcher, launch
@@ -80,7 +87,7 @@ def take_step(run: "Training", prefetcher: Prefetcher, display: Display) -> tupl
     fill_seconds = prefetcher.fill()  # while the device computes
     waited += fill_seconds if pending.is_done() else 0.0  # the device has waited for the batch if it is done already
     loss, correct, norm, stop_signal = pending.read()
-    is_finite = math.isfinite(loss) and math.isfinite(norm)
+    is_finite = is_finite_step(loss, norm)
     if is_finite:
         run.update()
         if run.average:

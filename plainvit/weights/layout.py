@@ -1,7 +1,7 @@
 """The names and shapes of our parameters in each format, for reading and for writing.
 
-parameter_names.ini has a section per format, whose syntax is explained there. Reading and writing use the same names,
-so a round trip is exact.
+The folder parameter_names has a file per library, and explains their syntax. Reading and writing use the same names, so
+a round trip is exact.
 """
 
 import configparser
@@ -116,7 +116,8 @@ def _read_sections() -> dict[str, dict[str, str]]:
     """{section: {our name: its names there}}, with what a section takes from another."""
     parser = configparser.RawConfigParser(delimiters=("=",))
     parser.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]  # names keep their case
-    parser.read_string(Path(__file__).with_name("parameter_names.ini").read_text(encoding="utf-8"))
+    for path in sorted(Path(__file__).with_name("parameter_names").glob("*.ini")):
+        parser.read_string(path.read_text(encoding="utf-8"))
     sections: dict[str, dict[str, str]] = {}
     for title in parser.sections():
         section, _, base = title.partition(" : ")
@@ -133,7 +134,7 @@ def make_layout(
     """The names of a format. Of alternatives, those of a file; without a file, those with one of `name_parts`.
 
     Args:
-        section: The section of parameter_names.ini.
+        section: A section of the files in parameter_names.
         shapes: The tensors of a file.
         prefix: What the names in the file begin with.
         name_parts: Parts of names to write in place of the first alternative; of several, the shortest is written.

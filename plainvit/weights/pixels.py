@@ -79,7 +79,8 @@ def _describe_pixels(detected: DetectedModel) -> str:
     flags = ", ".join(f"--{name}" for name in sources)
     reasons = (source.removeprefix("assumed: ").removeprefix("that of ") for source in sources.values())
     why = "; ".join(dict.fromkeys(reasons))
-    return f"assumed {settings}, as in {why}; set {flags} if it was trained with others (for `train` and `serve`: with `convert`)"
+    how = "if it was trained with others (for `train` and `serve`: with `convert`)"
+    return f"assumed {settings}, as in {why}; set {flags} {how}"
 
 
 def _merge_equal(values: tuple[float, ...]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Files with timm's names, which DeiT, DeiT III, MAE, DINO and DINOv2 share; parameter_names.ini has the names.
+"""Files with timm's names, which DeiT, DeiT III, MAE, DINO and DINOv2 share; parameter_names/timm.ini has the names.
 
 Such a file does not contain its heads, nor the image size of a square grid; config.json next to it (as on the hub)
 does. Models that share the names but compute something that plainvit does not are rejected by the part.

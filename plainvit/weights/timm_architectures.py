@@ -62,7 +62,7 @@ def _has_split_qkv(config: ViTConfig) -> bool:
 
 
 def choose_name_parts(config: ViTConfig) -> tuple[str, ...]:
-    """The names, of the alternatives in parameter_names.ini, that the class of timm has which computes the model."""
+    """The names, of the alternatives in parameter_names/timm.ini, in the class of timm that computes the model."""
     is_split = _has_split_qkv(config)
     is_written = {
         "gamma_": uses_eva(config),

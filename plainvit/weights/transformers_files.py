@@ -81,7 +81,7 @@ class Kind:
     model_type: str
     headless: str  # the class without a head
     headed: str
-    section: str  # of parameter_names.ini
+    section: str  # of parameter_names/transformers.ini
     prefix: str  # of the names, in classes with a head
     eps: str
     activation: str

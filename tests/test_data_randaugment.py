@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from plainvit.config import Augment, Preprocess
 from plainvit.data.loader import Loader
 from plainvit.data.order import uniforms
-from plainvit.data.policy import FILL, OPERATIONS, SIGMAS, Policy, magnitudes, three_augment
+from plainvit.data.randaugment import FILL, OPERATIONS, SIGMAS, RandAugment, magnitudes, three_augment
 from plainvit.data.sources import Source, open_source
 from plainvit.data.transforms import DRAWS, TRIES, augment_batch, crop_and_resize, crop_boxes, preprocess_image
 
@@ -102,7 +102,7 @@ def test_operations_and_magnitudes_equal_torchvision(size: tuple[int, int]) -> N
 
 def assert_equals_torchvision(images: Tensor, magnitude: int, name: str, within: int = 0) -> None:
     """Not one level of one pixel is another."""
-    made = Policy(Augment(randaugment=(1, magnitude)), size_of(images), "cpu")
+    made = RandAugment(Augment(randaugment=(1, magnitude)), size_of(images), "cpu")
     for negative in (False, True):
         found = made(images, drawing(name, negative, len(images)))
         value = their_value(name, magnitude, size_of(images), negative)
@@ -133,7 +133,7 @@ def test_operations_on_images_of_a_few_pixels(side: int) -> None:
 @pytest.mark.parametrize("operations", [1, 2, 3])
 def test_operations_are_applied_in_the_order_drawn(operations: int) -> None:
     images, u = pictures("tiny").repeat(6, 1, 1, 1), draws(96, operations)
-    found = Policy(Augment(randaugment=(operations, 13)), (64, 64), "cpu")(images, u)
+    found = RandAugment(Augment(randaugment=(operations, 13)), (64, 64), "cpu")(images, u)
     for image, result, choices in zip(images, found, drawn(u), strict=True):
         assert len(choices) == operations
         for name, negative in choices:
@@ -175,10 +175,12 @@ def test_the_blur_equals_torchvision(kind: str) -> None:
 
 def test_an_image_too_small_to_blur_is_rejected() -> None:
     with pytest.raises(ValueError, match="three-augment"):
-        Policy(Augment(three_augment=True), (4, 32), "cpu")
+        RandAugment(Augment(three_augment=True), (4, 32), "cpu")
     images = stacked([noise(5, 5)])
     for kind in range(3):
-        assert Policy(Augment(three_augment=True), (5, 5), "cpu")(images, three(kind, 0.5, 1)).shape == images.shape
+        assert (
+            RandAugment(Augment(three_augment=True), (5, 5), "cpu")(images, three(kind, 0.5, 1)).shape == images.shape
+        )
 
 
 # In the loader --------------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def shapes() -> Source:
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_augmentations_are_applied_in_the_documented_order(shapes: Source, mode: str) -> None:
-    """Crop, flip, policy, colours, holes: made again from the parts that other tests hold to torchvision."""
+    """Crop, flip, randaugment, colours, holes: made again from the parts that other tests hold to torchvision."""
     augment = BOTH.replace(crop="pad", colour=0.4, erase=0.5)
     found = loaded(shapes, augment, batch=48, mode=mode)
     loader = Loader(shapes, batch=48, size=(32, 32), augment=augment, seed=3, workers=0, mode="streamed")
@@ -213,7 +215,7 @@ def test_augmentations_are_applied_in_the_documented_order(shapes: Source, mode:
         crop_and_resize(shapes.read(int(i)), box, (32, 32), (32, 32)) for i, box in zip(index, boxes, strict=True)
     ]
     flipped = [x.flip(2) if row[4 * TRIES] < 0.5 else x for x, row in zip(images, u, strict=True)]
-    changed = Policy(augment, (32, 32), "cpu")(torch.stack(flipped), u[:, DRAWS:])
+    changed = RandAugment(augment, (32, 32), "cpu")(torch.stack(flipped), u[:, DRAWS:])
     assert torch.equal(found, augment_batch(changed, u, augment.replace(flip=0.0)))
 
 
@@ -224,7 +226,7 @@ def test_a_policy_never_synchronizes() -> None:
     """The meta device has no values: whoever asked for one, to choose or to count, would wait for a GPU."""
     augment = BOTH.replace(colour=0.3, erase=0.3)
     images, u = torch.empty((56, 3, 32, 32), dtype=torch.uint8, device="meta"), draws(56)
-    found = Policy(augment, (32, 32), "meta")(images, u)
+    found = RandAugment(augment, (32, 32), "meta")(images, u)
     assert (found.shape, found.dtype, found.device.type) == (images.shape, torch.uint8, "meta")
     assert augment_batch(found, torch.empty((56, DRAWS), device="meta"), augment).shape == images.shape
 
@@ -236,8 +238,8 @@ def test_a_policy_never_synchronizes() -> None:
 def test_a_gpu_gives_the_same_without_synchronizing(side: int) -> None:
     images, u = stacked([np.array(photo(side, side, i)) for i in range(64)]), draws(64)
     for augment in CHAINS.values():
-        expected = Policy(augment, (side, side), "cpu")(images, u)
-        made, there = Policy(augment, (side, side), "cuda"), images.cuda()
+        expected = RandAugment(augment, (side, side), "cpu")(images, u)
+        made, there = RandAugment(augment, (side, side), "cuda"), images.cuda()
         made(there, u)
         torch.cuda.set_sync_debug_mode("error")
         try:

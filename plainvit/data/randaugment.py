@@ -1,7 +1,7 @@
 """RandAugment (Cubuk et al. 2019) and DeiT III's 3-Augment, for whole batches on the batch's device.
 
-    policy = Policy(Augment(randaugment=(2, 10)), size=(64, 64), device="cuda")
-    images = policy(images, u)                  # u: uniforms [B, policy.draws] on the host
+    randaugment = RandAugment(Augment(randaugment=(2, 10)), size=(64, 64), device="cuda")
+    images = randaugment(images, u)                  # u: uniforms [B, randaugment.draws] on the host
 
 Operations, magnitudes, fill, interpolation and uint8 arithmetic are those of torchvision's v2.RandAugment.
 
@@ -50,7 +50,7 @@ def magnitudes(magnitude: int, size: tuple[int, int]) -> dict[str, float]:
     return moves | blends | {"Posterize": bits, "Solarize": pick(1, 0)}
 
 
-class Policy:
+class RandAugment:
     """RandAugment, 3-Augment or both, for batches of one size on one device."""
 
     def __init__(self, augment: Augment, size: tuple[int, int], device: str | torch.device) -> None:
