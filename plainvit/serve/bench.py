@@ -113,9 +113,17 @@ def _measure_format(
         predicted = (logits if photos.columns is None else logits[:, photos.columns]).argmax(1).numpy()
         right = int((photos.right == predicted[:, None]).any(1).sum())
         accuracy = {"top1": right / len(predicted), "interval": wilson(right, len(predicted))}
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    memory = _read_peak_memory() / 1e6
     quantiles = {batch: np.quantile(seconds, (0.5, 0.99)).tolist() for batch, seconds in times.items()}
     return [Row(kind, n, 1e3 * p50, 1e3 * p99, n / p50, memory, **accuracy) for n, (p50, p99) in quantiles.items()]
+
+
+def _read_peak_memory() -> int:
+    """Bytes of this process. ru_maxrss would include the parent's, which Linux keeps when a process is started."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def table(rows: Sequence[Row]) -> "Table":
