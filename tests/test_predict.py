@@ -171,16 +171,6 @@ def test_numbers_in_csv_are_not_escaped(tmp_path: Path) -> None:
     assert (tmp_path / "x.csv").read_text() == "'=1+1,-1.5e-07,-3,-2,-0.5,'-1+1,a=b,'\uff1d1\n"
 
 
-def test_out_of_memory_has_exit_code_5(
-    weights: Path, photos: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore\nlines")
-
-    monkeypatch.setattr(Predictor, "logits", full)
-    assert "--batch 4" in fail(capsys, "predict", weights, photos, "--out", tmp_path / "r.csv", "--batch", 4, code=5)
-
-
 def test_json_rows_are_printed_as_they_come(weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flushed after each row, also into a pipe."""
     flushed: list[int] = []

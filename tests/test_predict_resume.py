@@ -213,6 +213,7 @@ def test_an_actor_gives_the_rows_of_one_machine_and_errors_as_values(
         assert pa.ipc.open_stream(rows).read_all().equals(local[step])
     for error, message in (
         (RuntimeError("no such thing"), "the Ray job failed: RuntimeError: no such thing"),
+        (torch.OutOfMemoryError("of the GPU"), "of the GPU"),
         (ValueError("of its own"), "of its own"),
     ):
         with monkeypatch.context() as patch:

@@ -47,7 +47,6 @@ def probe(
         out: Also write the cards to this file, as JSON
         json: Print JSON instead of tables
     """
-    from plainvit.data.workers import default_workers
     from plainvit.disk import write_text
     from plainvit.evaluate import features, probe_sets
     from plainvit.evaluate.predictor import Predictor
@@ -60,11 +59,8 @@ def probe(
     settings = probe_sets.Settings(methods=values.pop("method"), **values)
     options = {"image_size": flags.image_size, "batch": flags.batch} | given_pixel_flags(flags)
     predictor = Predictor(model, device=flags.device, precision=flags.precision, **options)
-    workers = flags.processes
-    if workers is None:  # on a CPU the model needs the cores itself
-        workers = 0 if predictor.device == "cpu" else default_workers()
     folder = None if no_cache else cache or features.default_cache()
-    options = {"data_root": flags.data_root, "cache": folder, "workers": workers, "quiet": json}
+    options = {"data_root": flags.data_root, "cache": folder, "workers": flags.processes, "quiet": json}
     cards = probe_sets.probe_sets(predictor, data, settings, split=split, **options)
     if out:
         write_text(out, _json.dumps(cards, indent=2) + "\n")

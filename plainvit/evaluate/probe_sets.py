@@ -78,7 +78,7 @@ def probe_sets(
     split: str = "test",
     data_root: str | Path | None = None,
     cache: Path | None = None,
-    workers: int = 0,
+    workers: int | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
     """Probes each dataset; returns a card per dataset."""
