@@ -206,14 +206,10 @@ class ConcatSource(View):
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources, self.classes = list(sources), sources[0].classes
         self.labels = np.concatenate([source.labels for source in sources])
-        self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
-
-    def find_part(self, index: int) -> tuple[int, int]:
-        """(number of the source, index in it)."""
-        return find_part(self._ends, index)
+        self.ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
 
     def locate(self, index: int) -> tuple[Source, int]:
-        number, index = self.find_part(index)
+        number, index = find_part(self.ends, index)
         return self.sources[number], index
 
 
