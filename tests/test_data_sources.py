@@ -205,9 +205,9 @@ def test_integer_labels_are_in_numeric_order(tmp_path: Path) -> None:
 
 
 def test_a_list_exported_by_a_spreadsheet(tmp_path: Path) -> None:
-    """With a byte order mark, CRLF and quoted cells."""
+    """With a byte order mark, CRLF, quoted cells and an empty one too many."""
     plant(tmp_path, {"a,b.png": png(1)})
-    (tmp_path / "labels.csv").write_bytes(b'\xef\xbb\xbffile,label\r\n"a,b.png","new\nline"\r\n')
+    (tmp_path / "labels.csv").write_bytes(b'\xef\xbb\xbffile,label\r\n"a,b.png","new\nline",\r\n')
     assert by_class(open_source(str(tmp_path))) == [("a,b.png", "new\nline")]
 
 
@@ -217,6 +217,7 @@ LABELS_CSV = (
     *(b"1,cat\n2,dog\n", b"1.png,cat\n", b"file\n1.png\n", b"file,label\n1.png\n", b"file,label\n,cat\n", b""),
     *(b"file,label\n", b"file,label\n/etc/passwd,a\n", b"file,label\na\0.png,a\n", b"file,label\n1.png,caf\xe9\n"),
     *(b"file,label\n../1.png,a\n", b"file,label\na/../../1.png,a\n", b"file,label,split\n1.png,a,trian\n"),
+    b"file,label\na,b.png,cat\n",  # a comma in a name without quotes
 )
 TARS = (b"", b"no" * 100, bytes(600))
 PARQUET_LABELS = ([0, 1, 3], [0, -2, 1], [2**40, 0, 1], ["ant", None, "cat"], [0, None, 1], [[0], [1], [2]], [0.5] * 3)
