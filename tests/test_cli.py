@@ -81,6 +81,14 @@ def test_a_run_folder_may_have_the_name_of_a_model(
     assert json.loads(printed(capsys, "inspect", "vit-small", "--json"))["settings"]["classes"] == 3
 
 
+# plan -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_is_planned_without_data(capsys: Capture) -> None:
+    plan = json.loads(printed(capsys, "plan", "photos", "--json"))
+    assert plan["flops_per_image"]["training"] > 0
+
+
 # The command itself ---------------------------------------------------------------------------------------------------
 
 

@@ -1,12 +1,11 @@
-"""Cores and memory of this process, from planted files of the kernel."""
+"""Memory of this process, from planted files of the kernel."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from plainvit.data import machine
-from plainvit.data.machine import available_memory, count_cores, memory_budget
+from plainvit.data.machine import available_memory, memory_budget
 
 
 def plant_cgroup(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
@@ -33,8 +32,3 @@ def test_memory_is_known_without_a_limit_or_proc(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Path, "read_text", read_text)  # as on macOS
     assert available_memory() > 2**20
-
-
-def test_only_the_cores_of_a_job_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 7})
-    assert count_cores() == 2

@@ -67,16 +67,11 @@ def test_a_closed_standard_input_is_a_data_error(monkeypatch: pytest.MonkeyPatch
         inputs.find(["-"])
 
 
-def test_a_broken_link_is_a_row_with_an_error(photos: Path) -> None:
+def test_a_broken_link_that_matches_a_glob_is_a_row_with_an_error(photos: Path) -> None:
     (photos / "3.jpg").symlink_to("nowhere.jpg")
-    (photos / "circle.jpg").symlink_to("circle.jpg")
-    for word in (str(photos), f"{photos}/**/*"):
-        found = inputs.find([word])
-        broken = [at for at, name in enumerate(names(found)) if Path(name).is_symlink()]
-        assert len(broken) == 2
-        for at in broken:
-            with pytest.raises(ImageError):
-                found.read(at)
+    found = inputs.find([f"{photos}/**/*"])
+    with pytest.raises(ImageError):
+        found.read(names(found).index(f"{photos}/3.jpg"))
 
 
 def test_inputs_keep_their_order_and_repetitions(photos: Path) -> None:
