@@ -97,6 +97,10 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
     assert len(open_source(str(root), exclude=tmp_path / "bad.jsonl")) == 23 - 6
 
 
+def test_the_folder_of_save_is_checked_before_the_data(tmp_path: Path, capsys: Capture) -> None:
+    assert "--save" in fail(capsys, "data", "check", tmp_path / "no data", "--save", tmp_path / "no/bad.jsonl", code=2)
+
+
 @pytest.mark.parametrize("name", ["x[/b].png", "new\nline.png", "日本語.png", os.fsdecode(b"\xff.png")])
 def test_the_table_escapes_names(tmp_path: Path, capsys: Capture, name: str) -> None:
     """Brackets are no markup, and a line end does not break the line."""
@@ -157,13 +161,16 @@ def test_shards_can_be_read_without_their_index(mixed: Path, tmp_path: Path, cap
     assert scanned.labels.tolist() == made.labels.tolist()
 
 
-def test_pack_splits_into_shards(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "SHARD_BYTES", 8000)
+@pytest.mark.parametrize(("limit", "count"), [(8000, 8), (1, 30)])
+def test_pack_splits_into_shards(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, limit: int, count: int
+) -> None:
+    """None of them is empty, also where the last image fills a shard."""
+    monkeypatch.setattr(pack, "SHARD_BYTES", limit)
     plant(tmp_path / "set", {f"a/{i:02}.jpg": jpeg(i) for i in range(30)})
     report(capsys, "data", "pack", tmp_path / "set", tmp_path / "out")
-    shards = sorted((tmp_path / "out").glob("*.tar"))
-    assert len(shards) > 3
-    assert [path.name for path in shards] == [f"train-{number:05}.tar" for number in range(len(shards))]
+    shards = sorted(path.name for path in (tmp_path / "out").glob("*.tar"))
+    assert shards == [f"train-{number:05}.tar" for number in range(count)]
     made = open_source(str(tmp_path / "out"))
     assert [made.read(i) for i in range(30)] == [jpeg(i) for i in range(30)]
 

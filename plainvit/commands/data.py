@@ -26,6 +26,8 @@ def check(data: Data, /, *, save: Path | None = None, data_root: DataRoot = None
     from plainvit.data import check as checks
     from plainvit.disk import write_text
 
+    if save and not save.parent.is_dir():
+        raise ValueError(f"cannot write --save {save}: there is no folder {save.parent}; create it first")
     findings = checks.check(data, data_root)
     if save:
         write_text(save, "".join(f"{_json.dumps(finding)}\n" for finding in findings))
