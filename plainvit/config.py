@@ -275,6 +275,8 @@ class DataSummary:
 class Probes(Checked):
     """Classifiers on frozen features (`plainvit probe`); the few-shot defaults are big_vision's."""
 
+    FLAGS: ClassVar[str] = "--"
+
     method: tuple[Literal["fewshot", "knn", "linear"], ...] = ("fewshot",)  # One or more of fewshot, knn, linear
     shots: tuple[int, ...] = (1, 5, 10, 25)  # Few-shot: training images per class (a class with fewer uses all)
     seeds: int = 3  # Few-shot: number of random draws of these images
@@ -288,7 +290,7 @@ class Probes(Checked):
         self._check(positive=("shots", "seeds", "k"), natural=("per_class",))
         for name in ("method", "shots", "linear_l2"):
             if not getattr(self, name):
-                raise ValueError(f"--{name.replace('_', '-')} is empty: give at least one value")
+                raise ValueError(f"{self._flag(name)} is empty: give at least one value")
         if self.l2 <= 0 or min(self.linear_l2) < 0:
             raise ValueError("--l2 must be above 0, --linear-l2 at least 0")
 

@@ -146,6 +146,7 @@ WRONG = {  # command: words that the line must name
     "convert A B C --format timm": "'C' MODEL TARGET",
     "convert A B --format tim": "--format 'tim'",
     "export A --format": "--format",
+    "completion tcsh": "'tcsh' 'bash' 'zsh' 'fish'",
     "vtab A --init B --data-root C": "'A' flags",
     "train digits other": "'other' [RECIPE]",
     "train digit": "'digit' digits",

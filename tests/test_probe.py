@@ -333,6 +333,8 @@ def test_validation_images_are_tested_on_where_there_are_no_others(
         (("--batch", "0"), 2, "--batch"),
         (("--cache", "x", "--no-cache"), 2, "--cache"),
         (("--out", "/no/such/folder/x.json"), 2, "/no/such/folder"),
+        (("--out", "."), 2, "--out"),
+        (("--per-class", "-1"), 2, "--per-class"),
         (("--cache", "/proc/version"), 5, "/proc/version"),
     ],
 )

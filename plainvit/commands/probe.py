@@ -4,7 +4,7 @@ import json as _json
 from pathlib import Path
 from typing import Literal
 
-from plainvit.commands.parsing import InferenceFlags, Model, given_pixel_flags, print_result
+from plainvit.commands.parsing import InferenceFlags, Model, check_output_file, given_pixel_flags, print_result
 from plainvit.config import Probes
 
 
@@ -39,8 +39,7 @@ def probe(
 
     if no_cache and cache:
         raise ValueError("--cache and --no-cache cannot be combined: remove one of them")
-    if out and not out.parent.is_dir():
-        raise ValueError(f"cannot write --out {out}: folder {out.parent} does not exist")
+    check_output_file("--out", out)
     options = {"image_size": flags.image_size, "batch": flags.batch} | given_pixel_flags(flags)
     predictor = Predictor(model, device=flags.device, precision=flags.precision, **options)
     folder = None if no_cache else cache or features.default_cache()

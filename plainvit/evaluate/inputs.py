@@ -31,7 +31,7 @@ from plainvit.data.sources import (
     open_source,
     select_images,
 )
-from plainvit.data.tables import has_parquet
+from plainvit.data.tables import Table, has_parquet
 from plainvit.errors import first_line
 
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")
@@ -108,7 +108,7 @@ def _open_path(path: str, split: str) -> Iterator[str | Input]:
     elif path.lower().endswith(ARCHIVES):
         raise DataError(f"{path} is an archive: unpack it, and give the folder")
     elif path.endswith(".parquet"):
-        yield f"{path}/", open_source(path, split)
+        yield f"{path}/", Table([Path(path)])  # whatever split its name says
     else:
         yield path
 
