@@ -187,18 +187,7 @@ def test_masks_have_the_stated_position_and_area() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        "sise=64",
-        "size=x",
-        "size=",
-        "size=7",
-        "size=4097",
-        "classes=11",
-        "classes=0",
-        "count=0",
-        "count=1" + 18 * "0",
-        "size=-8",
-    ],
+    [*"sise=64 size=x size= size=7 size=4097 size=-8 classes=11 classes=0 count=0".split(), f"count={10**18}"],
 )
 def test_invalid_options_of_shapes_are_rejected(options: str) -> None:
     with pytest.raises(ValueError, match="shapes") as caught:
