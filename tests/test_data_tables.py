@@ -190,10 +190,11 @@ def test_a_memory_limit_does_not_change_images(
 
 def test_images_larger_than_stated_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parquet stores equal images once in a dictionary: decoded they take more memory than the file says."""
-    monkeypatch.setattr(tables, "IN_MEMORY", 10 * len(IMAGES[0]))
-    write_parquet(tmp_path / "train.parquet", [IMAGES[0]] * 50, [0] * 50, group=5)
+    monkeypatch.setattr(tables, "IN_MEMORY", 20 * len(IMAGES[0]))
+    write_parquet(tmp_path / "train.parquet", [IMAGES[0]] * 50, [0] * 50, group=25)
     source = open_source(str(tmp_path))
     assert isinstance(source, tables.Table)
+    assert source.total_bytes < tables.IN_MEMORY
     assert contents(source) == [IMAGES[0]] * 50
     assert len(source._images) == 1
 

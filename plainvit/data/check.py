@@ -37,8 +37,8 @@ def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
             sources[split] = open_source(spec, split, data_root=data_root)
         except MissingSplitError as error:
             missing = missing or error
-    if not sources:
-        raise missing or DataError(f"{spec} has no images")
+    if not sources and missing:
+        raise missing
     return sources
 
 

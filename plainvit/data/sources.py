@@ -116,9 +116,6 @@ class Names:
     def __init__(self, names: Iterable[str]) -> None:
         self._names = pa.array(map(os.fsencode, names), pa.large_binary())
 
-    def __len__(self) -> int:
-        return len(self._names)
-
     def __getitem__(self, index: int) -> str:
         return os.fsdecode(self._names[index].as_py())
 
