@@ -271,6 +271,30 @@ class DataSummary:
     is_grey: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Probes(Checked):
+    """Classifiers on frozen features (`plainvit probe`); the few-shot defaults are big_vision's."""
+
+    FLAGS: ClassVar[str] = "--"
+
+    method: tuple[Literal["fewshot", "knn", "linear"], ...] = ("fewshot",)  # One or more of fewshot, knn, linear
+    shots: tuple[int, ...] = (1, 5, 10, 25)  # Few-shot: training images per class (a class with fewer uses all)
+    seeds: int = 3  # Few-shot: number of random draws of these images
+    l2: float = 1024.0  # Few-shot: regularization (big_vision: 2^10)
+    k: tuple[int, ...] = ()  # k-NN: numbers of neighbours; default: 1 5 10 20 100 200, as far as there are images
+    #: Linear probe: regularization; the best on a fifth of the training images is used
+    linear_l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+    per_class: int = 0  # Maximum training images per class; 0: all (big_vision on ImageNet: 65)
+
+    def __post_init__(self) -> None:
+        self._check(positive=("shots", "seeds", "k"), natural=("per_class",))
+        for name in ("method", "shots", "linear_l2"):
+            if not getattr(self, name):
+                raise ValueError(f"{self._flag(name)} is empty: give at least one value")
+        if self.l2 <= 0 or min(self.linear_l2) < 0:
+            raise ValueError("--l2 must be above 0, --linear-l2 at least 0")
+
+
 _KINDS: dict[str, type[Checked]] = {
     "vit": ViTConfig,
     "resnet": ResNetConfig,

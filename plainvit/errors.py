@@ -14,7 +14,7 @@ def exit_code(error: Exception) -> int:
 
 def first_line(error: Exception) -> str:
     """The first line of the message, or the type of an error that has no message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return next(filter(None, str(error).splitlines()), type(error).__name__)
 
 
 class NonFiniteError(ValueError):

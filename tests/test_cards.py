@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
-from pictures import plant_classes
+from pictures import plant, plant_classes
 from scipy import stats
 from shell import Capture, fail, run, save_model
 from sklearn.metrics import precision_recall_fscore_support
@@ -27,7 +27,7 @@ from plainvit.data.content import sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.evaluate import statistics
-from plainvit.evaluate.card import _compute_metrics, read_card, read_rows, write_card
+from plainvit.evaluate.card import Card, _compute_metrics, read_card, read_rows
 from plainvit.evaluate.compare import compare, published
 from plainvit.evaluate.labels import align
 from plainvit.evaluate.metrics import Result
@@ -158,6 +158,10 @@ def test_an_invalid_card_is_a_data_error(change: dict[str, Any], both: Both, tmp
     assert str(tmp_path) in fail(capsys, "compare", both[0].folder, tmp_path)
 
 
+def write_card_alone(card: Card, folder: Path) -> None:
+    plant(folder, {"card.json": json.dumps(asdict(card)).encode()})
+
+
 def test_absent_or_damaged_files_are_data_errors(both: Both, tmp_path: Path) -> None:
     card = both[0].card
     with pytest.raises(DataError, match="no card"):
@@ -165,7 +169,7 @@ def test_absent_or_damaged_files_are_data_errors(both: Both, tmp_path: Path) -> 
     (tmp_path / "card.json").write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
         read_card(tmp_path)
-    write_card(card, tmp_path)
+    write_card_alone(card, tmp_path)
     with pytest.raises(DataError, match=r"no .*images\.parquet"):
         read_rows(tmp_path, card)
     rows = pq.read_table(both[0].folder / "images.parquet")
@@ -204,7 +208,7 @@ def test_cards_are_compared_image_by_image(both: Both, capsys: Capture) -> None:
 
 
 def copy_card(done: Evaluation, folder: Path, **changes: Any) -> Path:
-    write_card(replace(done.card, **changes), folder)
+    write_card_alone(replace(done.card, **changes), folder)
     shutil.copy(done.folder / "images.parquet", folder)
     return folder
 
@@ -214,7 +218,7 @@ def copy_rows(done: Evaluation, folder: Path, change: Callable[[pa.Table], pa.Ta
     rows = change(pq.read_table(done.folder / "images.parquet"))
     counts = {"top1": sum(rows["right"].to_pylist()), "top5": sum(rows["right5"].to_pylist())}
     metrics = done.card.metrics | {name: count / len(rows) for name, count in counts.items()}
-    write_card(replace(done.card, images=len(rows), counts=counts, metrics=metrics), folder)
+    write_card_alone(replace(done.card, images=len(rows), counts=counts, metrics=metrics), folder)
     pq.write_table(rows, folder / "images.parquet")
     return folder
 

@@ -81,6 +81,14 @@ def test_a_run_folder_may_have_the_name_of_a_model(
     assert json.loads(printed(capsys, "inspect", "vit-small", "--json"))["settings"]["classes"] == 3
 
 
+# plan -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_is_planned_without_data(capsys: Capture) -> None:
+    plan = json.loads(printed(capsys, "plan", "photos", "--json"))
+    assert plan["flops_per_image"]["training"] > 0
+
+
 # The command itself ---------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +146,7 @@ WRONG = {  # command: words that the line must name
     "convert A B C --format timm": "'C' MODEL TARGET",
     "convert A B --format tim": "--format 'tim'",
     "export A --format": "--format",
+    "completion tcsh": "'tcsh' 'bash' 'zsh' 'fish'",
     "vtab A --init B --data-root C": "'A' flags",
     "train digits other": "'other' [RECIPE]",
     "train digit": "'digit' digits",
@@ -156,6 +165,7 @@ WRONG = {  # command: words that the line must name
     "evaluate A --data B --workers -2": "--workers -2",
     "evaluate A --data B --devices 0": "--devices 0",
     "predict A B --batch 0": "--batch 0",
+    "bench A --images 0": "--images 1",
 }
 
 

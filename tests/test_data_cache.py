@@ -1,4 +1,4 @@
-"""Decode once: cached pixels against decoding each time."""
+"""Decode once: cached pixels against decoding each time; the memory for them."""
 
 import os
 from pathlib import Path
@@ -11,10 +11,11 @@ from pictures import encode, photo, plant, real_data
 from PIL import Image
 
 from plainvit.config import Augment
-from plainvit.data import cache
+from plainvit.data import cache, machine
 from plainvit.data.cache import Decoded, open_cache
 from plainvit.data.decode import decode
 from plainvit.data.loader import Loader
+from plainvit.data.machine import available_memory, memory_budget
 from plainvit.data.sources import Source, Subset, open_source
 
 NOTHING = Augment(crop="none", flip=0.0)
@@ -100,3 +101,32 @@ def test_photos_are_stored_upright() -> None:
     data = encode(photo(400, 600), "JPEG", exif=exif)
     assert cache.shrink(data, (1e9, 1e9)).shape == decode(data).shape == (600, 400, 3)
     assert cache.shrink(data, (100, 100)).shape == (150, 100, 3)
+
+
+# Free memory, from planted files of the kernel ------------------------------------------------------------------------
+
+
+def plant_cgroup(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(machine, "CGROUP", folder)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text("900000\n")
+    (folder / "memory.stat").write_text("anon 100000\nfile 800000\ninactive_file 700000\n")
+
+
+def test_the_page_cache_of_a_container_is_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a data set was read once, it fills the container."""
+    plant_cgroup(tmp_path, monkeypatch, "1000000")
+    assert available_memory() == 800_000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert memory_budget() == pytest.approx(80_000)
+
+
+def test_memory_is_known_without_a_limit_or_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_cgroup(tmp_path, monkeypatch, "max")
+    assert available_memory() > 2**20
+
+    def read_text(_: Path) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", read_text)  # as on macOS
+    assert available_memory() > 2**20

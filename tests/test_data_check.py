@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import (
-    encode,
-    jpeg,
-    photo,
-    plant,
-    plant_classes,
-    png,
-    write_parquet,
-)
+from pictures import encode, jpeg, photo, plant, plant_classes, png, write_parquet
 from PIL import Image
 from shell import Capture, fail, report, run
 
@@ -105,10 +97,11 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
     assert len(open_source(str(root), exclude=tmp_path / "bad.jsonl")) == 23 - 6
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["x[/b].png", "new\nline.png", "日本語.png", os.fsdecode(b"\xff.png")],
-)
+def test_the_folder_of_save_is_checked_before_the_data(tmp_path: Path, capsys: Capture) -> None:
+    assert "--save" in fail(capsys, "data", "check", tmp_path / "no data", "--save", tmp_path / "no/bad.jsonl", code=2)
+
+
+@pytest.mark.parametrize("name", ["x[/b].png", "new\nline.png", "日本語.png", os.fsdecode(b"\xff.png")])
 def test_the_table_escapes_names(tmp_path: Path, capsys: Capture, name: str) -> None:
     """Brackets are no markup, and a line end does not break the line."""
     plant(tmp_path, {f"a/{name}": b"<html>", "a/good.png": png()})
@@ -138,19 +131,12 @@ def mixed(tmp_path: Path) -> Path:
     return plant(tmp_path / "mixed", files)
 
 
-def packed(capsys: Capture, source: Path | str, target: Path, *options: str) -> dict[str, Any]:
-    return report(capsys, "data", "pack", source, target, *options)
-
-
 def test_pack_shrinks_images_and_keeps_labels(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
-    found = packed(capsys, mixed, tmp_path / "out", "--side", "64")
+    found = report(capsys, "data", "pack", mixed, tmp_path / "out", "--side", "64")
     assert found["images"] == 7
     assert [one["name"] for one in found["left_out"]] == ["b/bad.jpg"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "index.parquet",
-        "train-00000.tar",
-        "val-00000.tar",
-    ]
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == ["index.parquet", "train-00000.tar", "val-00000.tar"]
     origin, made = open_source(str(mixed)), open_source(str(tmp_path / "out"))
     assert made.classes == origin.classes == ("a", "b")
     kept = [i for i in range(len(origin)) if "bad" not in origin.name(i)]
@@ -167,7 +153,7 @@ def test_pack_shrinks_images_and_keeps_labels(mixed: Path, tmp_path: Path, capsy
 
 
 def test_shards_can_be_read_without_their_index(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
-    packed(capsys, mixed, tmp_path / "out", "--side", "64")
+    report(capsys, "data", "pack", mixed, tmp_path / "out", "--side", "64")
     made = open_source(str(tmp_path / "out"))
     (tmp_path / "out" / "index.parquet").unlink()
     scanned = open_source(str(tmp_path / "out"))
@@ -175,13 +161,16 @@ def test_shards_can_be_read_without_their_index(mixed: Path, tmp_path: Path, cap
     assert scanned.labels.tolist() == made.labels.tolist()
 
 
-def test_pack_splits_into_shards(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "SHARD_BYTES", 8000)
+@pytest.mark.parametrize(("limit", "count"), [(8000, 8), (1, 30)])
+def test_pack_splits_into_shards(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, limit: int, count: int
+) -> None:
+    """None of them is empty, also where the last image fills a shard."""
+    monkeypatch.setattr(pack, "SHARD_BYTES", limit)
     plant(tmp_path / "set", {f"a/{i:02}.jpg": jpeg(i) for i in range(30)})
-    packed(capsys, tmp_path / "set", tmp_path / "out")
-    shards = sorted((tmp_path / "out").glob("*.tar"))
-    assert len(shards) > 3
-    assert [path.name for path in shards] == [f"train-{number:05}.tar" for number in range(len(shards))]
+    report(capsys, "data", "pack", tmp_path / "set", tmp_path / "out")
+    shards = sorted(path.name for path in (tmp_path / "out").glob("*.tar"))
+    assert shards == [f"train-{number:05}.tar" for number in range(count)]
     made = open_source(str(tmp_path / "out"))
     assert [made.read(i) for i in range(30)] == [jpeg(i) for i in range(30)]
 

@@ -309,11 +309,13 @@ def test_a_decompression_bomb_is_rejected_before_it_is_decoded(form: str, monkey
 
 
 @pytest.mark.parametrize("data", [jpeg(height=10, width=10), png(height=10, width=10)], ids=["JPEG", "PNG"])
-def test_the_limit_is_exact_and_can_be_set(data: bytes) -> None:
-    assert decode(data, limit=100).shape == (10, 10, 3)
+def test_the_limit_is_exact(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plainvit.data.decode.PIXEL_LIMIT", 100)
+    assert decode(data).shape == (10, 10, 3)
+    monkeypatch.setattr("plainvit.data.decode.PIXEL_LIMIT", 99)
     for wanted in (None, (1, 1)):
         with pytest.raises(ImageError, match="99"):
-            decode(data, wanted, limit=99)
+            decode(data, wanted)
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "TIFF", "PPM"])

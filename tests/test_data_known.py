@@ -1,4 +1,4 @@
-"""Known sets, digits and shapes: against published counts, scikit-learn's digits and frozen hashes."""
+"""Known sets, digits and shapes: against published counts and names, scikit-learn's digits and frozen hashes."""
 
 import hashlib
 import json
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from pictures import catch_error, names, plant, plant_classes, png, real_data, write_parquet
+from shell import Capture, report
 from sklearn.datasets import load_digits
 
 from plainvit.data import generated, known
 from plainvit.data.decode import DataError
+from plainvit.data.imagenet import class_names, readable_names, wordnet_ids
 from plainvit.data.sources import MissingSplitError, Source, open_source
 
 # Known sets -----------------------------------------------------------------------------------------------------------
@@ -81,6 +83,30 @@ def test_an_invalid_or_missing_real_json_is_rejected(tmp_path: Path, last: Any) 
         known.real_labels(tmp_path / "nowhere")
 
 
+# ImageNet's classes ---------------------------------------------------------------------------------------------------
+
+
+def test_class_names_equal_torchvisions() -> None:
+    from torchvision.models._meta import _IMAGENET_CATEGORIES
+
+    assert list(class_names()) == _IMAGENET_CATEGORIES
+    assert len(set(class_names())) == len(set(wordnet_ids())) == 1000  # tests/test_labels.py has the ids
+
+
+def test_wordnet_folders_are_in_imagenets_order_with_readable_names(tmp_path: Path, capsys: Capture) -> None:
+    labels = [999, 0, 517, 134, 7]
+    root = plant_classes(tmp_path, {wordnet_ids()[label]: 1 for label in labels})
+    source = open_source(str(root))
+    assert source.classes == tuple(wordnet_ids()[label] for label in sorted(labels))
+    assert readable_names(source.classes) == ("tench", "cock", "crane bird", "crane", "toilet tissue")
+    assert report(capsys, "data", "info", root)["class_names"] == list(readable_names(source.classes))
+
+
+@pytest.mark.parametrize("classes", [(), ("cat", "dog"), ("n01440764", "cat"), ("n99999999",)])
+def test_other_class_names_are_unchanged(classes: tuple[str, ...]) -> None:
+    assert readable_names(classes) == classes
+
+
 # digits ---------------------------------------------------------------------------------------------------------------
 
 
@@ -94,6 +120,14 @@ def test_digits_equal_those_of_scikit_learn() -> None:
         assert np.array_equal(found, np.repeat(grey[chosen][..., None], 3, -1))
         assert np.array_equal(source.labels, reference.target[chosen])
         assert source.classes == tuple("0123456789")
+
+
+def test_a_folder_named_digits_is_not_read_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(plant_classes(tmp_path / "digits", {"a": 1}).parent)
+    assert [len(open_source(spec)) for spec in ("digits", "digits", "digits/")] == [1437, 1437, 1]
+    assert ["digits/" in line for line in caplog.messages] == [True]
 
 
 def test_digits_splits_are_disjoint() -> None:
@@ -151,9 +185,10 @@ def test_masks_have_the_stated_position_and_area() -> None:
             assert np.array_equal(mask, distance < 1)
 
 
-@pytest.mark.parametrize(
-    "options", ["sise=64", "size=x", "size=", "size=7", "size=4097", "classes=11", "classes=0", "count=0", "size=-8"]
-)
+BAD_OPTIONS = ["sise=64", "size=x", "size=", "size=7", "size=4097", "size=-8", "classes=11", "classes=0", "count=0"]
+
+
+@pytest.mark.parametrize("options", [*BAD_OPTIONS, f"count={10**18}"])
 def test_invalid_options_of_shapes_are_rejected(options: str) -> None:
     with pytest.raises(ValueError, match="shapes") as caught:
         open_source(f"shapes:{options}")

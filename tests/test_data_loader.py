@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as VF
-from pictures import jpeg, noise, photo, plant, png, write_parquet
+from pictures import encode, jpeg, noise, photo, plant, png, write_parquet
+from PIL import Image
 from tiny import mostly_slow
 from torch import Tensor
 
@@ -27,7 +28,8 @@ from plainvit.data.order import permutation
 from plainvit.data.pack import pack
 from plainvit.data.resident import resize_boxes
 from plainvit.data.sources import Source, Subset, open_source
-from plainvit.data.workers import default_workers
+from plainvit.data.transforms import as_floats
+from plainvit.data.workers import default_workers, inference_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # torch counts the cores
 LEVEL = 1 / 255 + 1e-5
@@ -288,19 +290,15 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
 # Streamed and resident ------------------------------------------------------------------------------------------------
 
 
-def floats(images: Tensor) -> Tensor:
-    return images.float() / 255 if images.dtype is torch.uint8 else images
-
-
 def difference(source: Source, augment: Augment, side: int, steps: int = 4) -> Tensor:
     """Between the two ways, per pixel; samples and labels are the same."""
     options = {"stop": steps, "batch": 32, "side": side, "augment": augment}
     streamed, resident = (samples(stream(source, mode=mode, **options)) for mode in ("streamed", "resident"))
     assert streamed[2] == resident[2]
     assert torch.equal(streamed[1], resident[1])
-    assert floats(resident[0]).min() >= 0
-    assert floats(resident[0]).max() <= 1
-    return (floats(streamed[0]) - floats(resident[0])).abs()
+    assert as_floats(resident[0]).min() >= 0
+    assert as_floats(resident[0]).max() <= 1
+    return (as_floats(streamed[0]) - as_floats(resident[0])).abs()
 
 
 @pytest.mark.parametrize(
@@ -351,7 +349,7 @@ def test_padding_of_resident_images_is_never_visible() -> None:
     source = Sizes([(8 + i, 40 - i) for i in range(30)], is_white=True)
     for augment in (Augment(), Augment(crop="inception-tf"), Augment(crop="none"), Augment(crop="random", resize=40)):
         for one in stream(source, stop=5, side=32, augment=augment, mode="resident"):
-            assert floats(one.images).min() > 0.999
+            assert as_floats(one.images).min() > 0.999
 
 
 @pytest.mark.parametrize(("out", "pad"), [((64, 64), 9), ((24, 50), 0), ((224, 160), 9)])
@@ -384,15 +382,20 @@ def test_mode_is_chosen_by_image_size(photos: Source) -> None:
 # Evaluation -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cores", "processes", "expected"), [(16, None, 15), (16, "4", 3), (2, "8", 1), (2, "", 1)])
-def test_default_workers_divide_the_cores_among_processes(
-    monkeypatch: pytest.MonkeyPatch, photos: Source, cores: int, processes: str | None, expected: int
+@pytest.mark.parametrize(
+    ("cores", "processes", "expected", "on_cpu"),
+    [(16, None, 15, 8), (12, None, 11, 6), (16, "4", 3, 2), (2, "8", 1, 1), (2, "", 1, 1)],
+)
+def test_workers_divide_the_cores_of_the_job_among_processes(
+    monkeypatch: pytest.MonkeyPatch, photos: Source, cores: int, processes: str | None, expected: int, on_cpu: int
 ) -> None:
+    """A model that predicts on the CPU keeps half of its cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if processes is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    assert default_workers() == expected
+    assert default_workers() == inference_workers(10_000, "cuda") == expected
+    assert (inference_workers(10_000, "cpu"), inference_workers(10, "cuda")) == (on_cpu, 0)
     assert Loader(photos, batch=4, size=(8, 8), augment=Augment(), mode="streamed").workers == expected
 
 
@@ -498,6 +501,41 @@ def test_images_of_one_pixel_width_can_be_trained_on(crop: str, mode: str) -> No
     for one in loader.batches(0, 5):
         assert one.images.shape == (6, 3, 16, 16)
     assert loader.bad == {}
+
+
+@pytest.fixture
+def messy(tmp_path: Path) -> Path:
+    """Photos as people have them, in classes named in three scripts."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    transparent = np.dstack([noise(24, 24), np.full((24, 24), 128, np.uint8)])
+    whole = jpeg(5, 60, 60, quality=95)
+    return plant(
+        tmp_path / "photos",
+        {
+            "🐶/alpha.png": encode(transparent),
+            "🐶/cmyk.jpg": encode(photo(30, 40).convert("CMYK"), "JPEG"),
+            "🐶/turned.jpg": encode(photo(30, 40, 2), "JPEG", exif=exif),
+            "🐶/same.png": png(3),
+            "猫/same too.png": png(3),
+            "猫/notes.txt": b"what the photos show",
+            "猫/cut.jpg": whole[: len(whole) // 2],
+            "猫/grey 🎉.png": encode(photo(20, 20, 4).convert("L"), "PNG"),
+            "Füchse & Co/not an image.jpg": b"<html>404</html>",
+            **{f"Füchse & Co/{i}.webp": encode(photo(20, 30, 10 + i), "WEBP") for i in range(4)},
+        },
+    )
+
+
+def test_a_messy_folder_can_be_trained_on(messy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plainvit.data.workers.BAD_FRACTION", 0.5)  # 2 of 12 are many
+    source = open_source(str(messy))
+    assert source.classes == ("Füchse & Co", "猫", "🐶")
+    for mode in ("streamed", "cached", "resident"):
+        loader = Loader(source, batch=12, size=(16, 16), augment=Augment(), workers=0, mode=mode)
+        seen = np.concatenate([batch.index for batch in loader.batches(0, 3)])
+        assert {source.name(index) for index in loader.bad} == {"Füchse & Co/not an image.jpg", "猫/cut.jpg"}
+        assert len(set(seen)) == 10
 
 
 def test_a_loader_can_be_read_in_a_thread(photos: Source) -> None:

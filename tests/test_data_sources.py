@@ -187,27 +187,20 @@ def test_a_list_has_splits(tmp_path: Path, by_folder: bool) -> None:
 
 @pytest.mark.parametrize(("file", "label"), [("path", "class"), ("image", "label"), ("filename", "class")])
 def test_list_columns_have_synonyms(tmp_path: Path, file: str, label: str) -> None:
-    """Without a column of splits, all rows are training images, and no others."""
-    rows = [("1.png", "a"), ("2.png", "b")]
+    """Without a column of splits, all rows are training images, and no others; numbers are in numeric order."""
+    rows = [("1.png", "10"), ("2.png", "9")]
     path = write_list(tmp_path / "my list.csv", rows, (file, label))
     assert by_class(open_source(str(path))) == rows
+    assert open_source(str(path)).classes == ("9", "10")
     for split in ("val", "test"):
         with pytest.raises(MissingSplitError):
             open_source(str(path), split)
 
 
-def test_integer_labels_are_in_numeric_order(tmp_path: Path) -> None:
-    """As words they would sort 0, 1, 10, 11, 2: the labels would change silently."""
-    rows = [(f"{number}.png", number) for number in range(12)]
-    source = open_source(str(write_list(tmp_path / "labels.csv", rows, ("file", "label"))))
-    assert source.classes == tuple(map(str, range(12)))
-    assert source.labels.tolist() == list(range(12))
-
-
 def test_a_list_exported_by_a_spreadsheet(tmp_path: Path) -> None:
-    """With a byte order mark, CRLF and quoted cells."""
+    """With a byte order mark, CRLF, quoted cells and an empty one too many."""
     plant(tmp_path, {"a,b.png": png(1)})
-    (tmp_path / "labels.csv").write_bytes(b'\xef\xbb\xbffile,label\r\n"a,b.png","new\nline"\r\n')
+    (tmp_path / "labels.csv").write_bytes(b'\xef\xbb\xbffile,label\r\n"a,b.png","new\nline",\r\n')
     assert by_class(open_source(str(tmp_path))) == [("a,b.png", "new\nline")]
 
 
@@ -217,6 +210,7 @@ LABELS_CSV = (
     *(b"1,cat\n2,dog\n", b"1.png,cat\n", b"file\n1.png\n", b"file,label\n1.png\n", b"file,label\n,cat\n", b""),
     *(b"file,label\n", b"file,label\n/etc/passwd,a\n", b"file,label\na\0.png,a\n", b"file,label\n1.png,caf\xe9\n"),
     *(b"file,label\n../1.png,a\n", b"file,label\na/../../1.png,a\n", b"file,label,split\n1.png,a,trian\n"),
+    b"file,label\na,b.png,cat\n",  # a comma in a name without quotes
 )
 TARS = (b"", b"no" * 100, bytes(600))
 PARQUET_LABELS = ([0, 1, 3], [0, -2, 1], [2**40, 0, 1], ["ant", None, "cat"], [0, None, 1], [[0], [1], [2]], [0.5] * 3)

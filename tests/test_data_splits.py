@@ -1,11 +1,13 @@
 """Training and held-out images: stable by content, fair to classes, never a copy on both sides."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pictures
 import pytest
-from pictures import plant, plant_classes, png, write_parquet
+from pictures import jpeg, plant, plant_classes, png, write_parquet
+from shell import Capture, run
 
 from plainvit.config import Config
 from plainvit.data import tables
@@ -126,3 +128,34 @@ def test_files_are_told_apart_by_both_ends_and_their_size(tmp_path: Path) -> Non
     numbers = content_numbers(open_source(str(plant(tmp_path, files | {"a/5.png": body}))))
     assert len(set(numbers.tolist())) == 4
     assert numbers[0] == numbers[4]
+
+
+# Wrong folders --------------------------------------------------------------------------------------------------------
+
+WRONG: dict[str, Callable[[Path], object]] = {
+    "one class": lambda root: plant_classes(root, {"a": 5}),
+    "one image per class": lambda root: plant_classes(root, {"a": 1, "b": 1, "c": 1}),
+    "fewer images than classes": lambda root: (plant_classes(root, {"a": 1, "b": 1}), (root / "c").mkdir()),
+    "a file": lambda root: root.write_bytes(jpeg()),
+    "a broken link": lambda root: root.symlink_to("nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_folder_is_one_line_and_exit_code_3(tmp_path: Path, capsys: Capture, kind: str) -> None:
+    root = tmp_path / "photos"
+    WRONG[kind](root)
+    with pytest.raises(DataError):
+        open_splits(Config(data=str(root), holdout=0.2))
+    code, out, err = run(capsys, "train", "photos", "--data", root, "--holdout", 0.2, "--out", tmp_path / "run")
+    assert (code, out) == (3, "")
+    assert err.count("\n") == 1
+    assert len(err) < 400
+    assert not (tmp_path / "run").exists()
+
+
+def test_few_images_can_be_trained_on_without_labels_or_holding_out(tmp_path: Path) -> None:
+    one_class = plant_classes(tmp_path / "one", {"all": 5})
+    assert len(open_splits(Config(data=str(one_class), objective="mae")).train) == 5
+    one_each = plant_classes(tmp_path / "each", {"a": 1, "b": 1})
+    assert len(open_splits(Config(data=str(one_each))).train) == 2

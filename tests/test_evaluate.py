@@ -233,9 +233,9 @@ def test_models_without_a_head_or_a_file_are_one_line(tmp_path: Path, capsys: Ca
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        ("evaluate", torch.OutOfMemoryError("CUDA out of memory. Tried to get 20 GiB.\nmore")),
-        ("probe", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")),
-        ("evaluate", MemoryError()),
+        ("evaluate MODEL --data digits", torch.OutOfMemoryError("CUDA out of memory. Tried to get 20 GiB.\nmore")),
+        ("probe MODEL --data digits", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")),
+        ("predict MODEL digits --json", MemoryError()),
     ],
 )
 def test_out_of_memory_has_exit_code_5(
@@ -244,7 +244,7 @@ def test_out_of_memory_has_exit_code_5(
     for method in ("logits", "features"):
         monkeypatch.setattr(Predictor, method, small_runs.fail(error))
     model = str(save_model(tmp_path / "model.safetensors", classes=10))
-    assert "--batch" in fail(capsys, command, model, "--data", "digits", "--device", "cpu", code=5)
+    assert "--batch" in fail(capsys, *command.replace("MODEL", model).split(), "--device", "cpu", code=5)
 
 
 def test_unreadable_images_are_counted_named_and_not_scored(

@@ -7,7 +7,7 @@ import pytest
 import small_runs as runs
 import torch
 
-from plainvit.config import Optim
+from plainvit.config import Optim, Probes
 from plainvit.evaluate import probe_sets
 from plainvit.evaluate.features import Features
 from plainvit.evaluate.grid import choose_best, warn_at_edge
@@ -53,7 +53,7 @@ def test_the_linear_probe_warns_of_an_l2_at_the_edge(
     labels = torch.arange(120) % 3
     features = torch.eye(3, 8)[labels] + torch.randn(120, 8, generator=torch.Generator().manual_seed(0))
     noisy = Features(features, labels, torch.arange(120), 0, "")
-    settings = probe_sets.Settings(methods=("linear",), linear_l2=grid)
+    settings = Probes(method=("linear",), linear_l2=grid)
     l2 = probe_sets.run_probes(probe_sets.Pair(noisy, noisy, 3), settings)["linear"]["l2"]
     assert any("--linear-l2" in line for line in caplog.messages) == (l2 > 0 if edge is None else edge)
 

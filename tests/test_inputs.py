@@ -1,7 +1,6 @@
 """Inputs of predict and embed: files, folders, globs, datasets and standard input."""
 
 import io
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,23 +32,32 @@ def test_globs_match_only_images_and_each_once(photos: Path) -> None:
     assert names(inputs.find([f"{photos}/s*"])) == [f"{photos}/sub/3.png"]
 
 
-def test_names_are_read_from_standard_input_and_invalid_ones_are_rows(photos: Path) -> None:
+def give_stdin(patch: pytest.MonkeyPatch, text: str) -> None:
+    patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def test_names_are_read_from_standard_input_and_invalid_ones_are_rows(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (photos.parent / "empty").mkdir()
     (photos.parent / "bad.zip").write_bytes(b"PK")
     lines = [f"{photos}/1.jpg\n", f"{photos}/nothing.jpg\r\n", "\n", f"{photos.parent}/empty\n"]
     lines += [f"{photos.parent}/bad.zip\n", f"{photos}/sub"]
-    found = inputs.find(["-"], lines=[line.encode() for line in lines])
+    give_stdin(monkeypatch, "".join(lines))
+    found = inputs.find(["-"])
     assert [Path(name).name for name in names(found)] == ["1.jpg", "nothing.jpg", "empty", "bad.zip", "3.png"]
     for index in (1, 2, 3):
         with pytest.raises(ImageError):
             found.read(index)
 
 
-def test_names_on_standard_input_may_be_separated_by_zero_bytes(tmp_path: Path) -> None:
-    plant(tmp_path, {"a.png": png(1), "two\nlines.png": png(2)})
-    given = subprocess.run(["find", str(tmp_path), "-type", "f", "-print0"], capture_output=True, check=True).stdout
-    found = inputs.find(["-"], lines=io.BytesIO(given))
-    assert sorted(names(found)) == [f"{tmp_path}/a.png", f"{tmp_path}/two\nlines.png"]
+def test_names_on_standard_input_may_be_separated_by_zero_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `find -print0` writes them."""
+    paths = [str(plant(tmp_path, {name: png()}) / name) for name in ("a.png", "two\nlines.png")]
+    give_stdin(monkeypatch, "".join(f"{path}\0" for path in paths))
+    assert names(inputs.find(["-"])) == paths
 
 
 def test_a_closed_standard_input_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,16 +67,11 @@ def test_a_closed_standard_input_is_a_data_error(monkeypatch: pytest.MonkeyPatch
         inputs.find(["-"])
 
 
-def test_a_broken_link_is_a_row_with_an_error(photos: Path) -> None:
+def test_a_broken_link_that_matches_a_glob_is_a_row_with_an_error(photos: Path) -> None:
     (photos / "3.jpg").symlink_to("nowhere.jpg")
-    (photos / "circle.jpg").symlink_to("circle.jpg")
-    for word in (str(photos), f"{photos}/**/*"):
-        found = inputs.find([word])
-        broken = [at for at, name in enumerate(names(found)) if Path(name).is_symlink()]
-        assert len(broken) == 2
-        for at in broken:
-            with pytest.raises(ImageError):
-                found.read(at)
+    found = inputs.find([f"{photos}/**/*"])
+    with pytest.raises(ImageError):
+        found.read(names(found).index(f"{photos}/3.jpg"))
 
 
 def test_inputs_keep_their_order_and_repetitions(photos: Path) -> None:

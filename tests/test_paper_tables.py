@@ -21,8 +21,14 @@ JFT = 303_000_000
 # The numbers ----------------------------------------------------------------------------------------------------------
 
 
+def value(number: int, row: str, column: str) -> float | None:
+    """One number; the first row where several have this name."""
+    cell = dict(reversed(table(number).rows))[row][list(table(number).columns).index(column)]
+    return cell[0] if isinstance(cell, list) else float(cell.split("/")[0]) if isinstance(cell, str) else cell
+
+
 @pytest.mark.parametrize(
-    ("number", "row", "column", "value"),
+    ("number", "row", "column", "expected"),
     [
         (2, "ViT-H/14 (JFT-300M)", "ImageNet", 88.55),
         (2, "Noisy Student", "CIFAR-10", None),
@@ -33,8 +39,8 @@ JFT = 303_000_000
         (9, "ViT-L/16 (ImageNet-21k)", "sNORB-Elev", 41.7),
     ],
 )
-def test_cells_by_hand(number: int, row: str, column: str, value: float | None) -> None:
-    assert table(number).value(row, column) == value
+def test_cells_by_hand(number: int, row: str, column: str, expected: float | None) -> None:
+    assert value(number, row, column) == expected
 
 
 def test_sizes() -> None:
@@ -48,7 +54,7 @@ def test_printed_averages_are_those_of_the_rows() -> None:
         for _, (*cells, mean) in table(number).rows:
             assert round(statistics.fmean(cells), digits) == pytest.approx(mean)
     for name, cells in table(9).rows:
-        assert table(2).value(name, "VTAB") == pytest.approx(cells[-1], abs=0.05)
+        assert value(2, name, "VTAB") == pytest.approx(cells[-1], abs=0.05)
 
 
 def test_models_in_two_tables_have_the_same_results() -> None:
@@ -57,10 +63,10 @@ def test_models_in_two_tables_have_the_same_results() -> None:
     columns = {title: at for at, title in enumerate(table(6).columns)}
     for name, epochs in (("ViT-B/32", 7), ("ViT-B/16", 7), ("ViT-L/32", 7), ("ViT-L/16", 14)):
         for title in table(5).columns:
-            assert table(5).value(f"{name} (JFT-300M)", title) == sixth[name, epochs][columns[title]]
+            assert value(5, f"{name} (JFT-300M)", title) == sixth[name, epochs][columns[title]]
     for name in ("BiT-R50x1", "BiT-R152x2"):
         for title in ("ImageNet", "CIFAR-10", "CIFAR-100", "Pets", "Flowers"):
-            assert table(7).value(f"{name}, Adam", title) == table(6).value(name, title)
+            assert value(7, f"{name}, Adam", title) == value(6, name, title)
 
 
 def test_table_6s_compute_is_what_we_count() -> None:
@@ -75,7 +81,7 @@ def test_the_recipes_expect_these_numbers() -> None:
     for name, data in (("i1k", "ImageNet"), ("i21k", "ImageNet-21k")):
         for size in ("b16", "b32", "l16", "l32"):
             model = f"ViT-{size[0].upper()}/{size[1:]} ({data})"
-            assert float(PRETRAINING[f"vit-{size}-{name}"].accuracy) == table(5).value(model, "ImageNet")
+            assert float(PRETRAINING[f"vit-{size}-{name}"].accuracy) == value(5, model, "ImageNet")
 
 
 def test_columns_name_their_datasets() -> None:
@@ -144,8 +150,6 @@ def test_a_card_without_a_column_is_an_error(tmp_path: Path) -> None:
             add_cards(table(number), [card])
     with pytest.raises(ValueError, match="train split"):
         add_cards(table(5), [plant_card(tmp_path / "train", "cifar10", 900, split="train")])
-    with pytest.raises(ValueError, match="ViT-B/16"):
-        table(6).value("ViT-B/61", "Pets")
 
 
 @pytest.mark.parametrize(("words", "code"), [(["4"], 2), (["five"], 2), (["5", "nowhere"], 3)])

@@ -107,7 +107,13 @@ def test_class_names_are_the_models_the_callers_imagenets_or_numbers(caplog: pyt
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("pixels", [np.zeros((5, 5), np.uint8), np.zeros((5, 5, 4), np.uint8), np.zeros((5, 5, 3))])
-def test_pixels_of_another_type_or_shape_are_an_error(pixels: np.ndarray) -> None:
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        *(np.zeros((5, 5), np.uint8), np.zeros((5, 5, 4), np.uint8), np.zeros((5, 5, 3))),
+        torch.full((3, 60, 60), 200),  # integers would be read as if they were floats: as white
+    ],
+)
+def test_pixels_of_another_type_or_shape_are_an_error(pixels: np.ndarray | torch.Tensor) -> None:
     with pytest.raises(ValueError, match="uint8"):
         Predictor(tiny.vit(torch.float32), device="cpu").load_image(pixels)

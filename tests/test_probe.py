@@ -17,7 +17,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
 import plainvit
-from plainvit.config import Preprocess
+from plainvit.config import Preprocess, Probes
 from plainvit.data.decode import DataError
 from plainvit.data.sources import Source, Subset, open_source
 from plainvit.evaluate import probe, probe_sets
@@ -120,7 +120,7 @@ def test_ties_go_to_the_lower_class_and_to_the_earlier_image() -> None:
         (lambda x, y: probe.neighbors(x, y, 2, x, (0,)), "k must"),
         (lambda x, y: probe.neighbors(x, y, 2, x, (1, 11)), "k must"),
         (lambda x, y: probe.logistic(x, y, 2, -1.0), "l2"),
-        (lambda x, y: probe.search_logistic(x[:2], y[:2], 2), "--linear-l2"),  # none can be held out
+        (lambda x, y: probe.search_logistic(x[:2], y[:2], 2, (1e-2, 1.0)), "--linear-l2"),  # none can be held out
     ],
 )
 def test_invalid_features_and_settings_are_an_error(fit: Any, message: str) -> None:
@@ -259,7 +259,7 @@ def test_few_shot_results_equal_numpys() -> None:
         Features(x, y, torch.arange(len(y)), 0, "") for x, y in (clusters(200, 16, 4), clusters(150, 16, 4, seed=1))
     )
     pair = probe_sets.Pair(train, test, 4)
-    results = probe_sets.few_shot(pair, probe_sets.Settings(shots=(2, 500), seeds=3, l2=8.0))
+    results = probe_sets.few_shot(pair, Probes(shots=(2, 500), seeds=3, l2=8.0))
     for shots, support, fewer in ((2, 8, 0), (500, 200, 4)):
         tops = []
         for seed in range(3):
@@ -333,6 +333,8 @@ def test_validation_images_are_tested_on_where_there_are_no_others(
         (("--batch", "0"), 2, "--batch"),
         (("--cache", "x", "--no-cache"), 2, "--cache"),
         (("--out", "/no/such/folder/x.json"), 2, "/no/such/folder"),
+        (("--out", "."), 2, "--out"),
+        (("--per-class", "-1"), 2, "--per-class"),
         (("--cache", "/proc/version"), 5, "/proc/version"),
     ],
 )

@@ -1,7 +1,9 @@
-"""What others wrote, such as names of classes and files, is shown on a terminal and never acts on it."""
+"""What others wrote, such as names of classes and files, is shown on a terminal and never acts on it; the progress bar
+at several terminal widths."""
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from shell import Capture, report, run
 import plainvit
 from plainvit.config import About, visible
 from plainvit.model_config import UNPRINTABLE
-from plainvit.runtime.display import Display
+from plainvit.runtime.display import Display, readable
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202ex"  # sets the title, clears the screen, writes backwards
 MARKUP = "[red]x[/red][/bold] :cat:"
@@ -103,3 +105,32 @@ def test_a_progress_line_shows_names_as_they_are(capsys: Capture) -> None:
 )
 def test_what_is_shown_of_it(text: str, shown: str) -> None:
     assert visible(text) == shown
+
+
+# The progress bar -----------------------------------------------------------------------------------------------------
+
+WORDS = "epoch 8.6  loss 1.089  lr 0.00079  1,562 images/s  waiting for data 1%"
+
+
+@pytest.mark.parametrize(("columns", "is_cut"), [(60, True), (80, True), (200, False)])
+def test_a_narrow_terminal_shortens_the_text_only(
+    columns: int, is_cut: bool, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": str(columns), "LINES": "24", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    with Display("digits", 10) as display:
+        display.advance(6, WORDS)
+    plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", capsys.readouterr().err)
+    last = [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.strip()][-1]
+    assert len(last) <= columns
+    match = re.fullmatch(r"digits \S+ +60% [\d:-]+ (epoch 8.6.*?)(…?)", last)
+    assert match
+    assert WORDS.startswith(match[1].rstrip())
+    assert bool(match[2]) == is_cut
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (59.7, "1m00s"), (85, "1m25s"), (3599.8, "1h00m"), (7384, "2h03m")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert readable(seconds) == text

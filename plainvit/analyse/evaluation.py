@@ -21,7 +21,6 @@ from plainvit.analyse.figures import write_csv
 from plainvit.analyse.gallery import Sample, choose_evenly, thumbnail
 from plainvit.data.loader import Batch
 from plainvit.data.splits import choose_split
-from plainvit.data.workers import default_workers
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
 from plainvit.evaluate.class_names import warn_permuted
@@ -101,8 +100,6 @@ def _classify(
 ) -> Result:
     """The main process shows progress; its part is as large as any."""
     source = labels.source
-    if workers is None:  # starting workers takes longer than a small dataset
-        workers = 0 if len(source) < 16 * batch else default_workers()
     options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world, "keep": False}
     evaluation_set = EvaluationSet(source, predictor.size, predictor.preprocess, **options)
     local_images = len(range(world.rank, len(source), world.size))

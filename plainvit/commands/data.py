@@ -4,7 +4,7 @@ import json as _json
 import sys
 from pathlib import Path
 
-from plainvit.commands.parsing import Data, DataRoot, Json, print_result
+from plainvit.commands.parsing import Data, DataRoot, Json, check_output_file, print_result
 
 
 def info(data: Data, /, *, data_root: DataRoot = None, json: Json = False) -> None:
@@ -26,6 +26,7 @@ def check(data: Data, /, *, save: Path | None = None, data_root: DataRoot = None
     from plainvit.data import check as checks
     from plainvit.disk import write_text
 
+    check_output_file("--save", save)
     findings = checks.check(data, data_root)
     if save:
         write_text(save, "".join(f"{_json.dumps(finding)}\n" for finding in findings))

@@ -66,7 +66,8 @@ class Flag:
         options: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS}
         nargs = "+" if self.nargs == "*" and not self.is_setting else self.nargs  # a setting of a recipe can be emptied
         if self.is_word:
-            parser.add_argument(self.name, metavar=self.metavar, nargs=self.nargs, type=self.kind, help=text)
+            options = {"metavar": self.metavar, "nargs": self.nargs, "type": self.kind, "help": text}
+            parser.add_argument(self.name, choices=self.choices, **options)
         elif self.kind is bool:
             for option, value in self._list_switches().items():  # help shows the one that changes the default
                 shown = argparse.SUPPRESS if value == (self.default is True) else text

@@ -60,6 +60,7 @@ def inspect(
         model: Run folder, weights file of any library, hf:org/name, name from `plainvit weights` or `plainvit models`
         seed: Seed of a named model's random weights
     """
+    from plainvit.evaluate import inspection
     from plainvit.names import is_model
 
     if is_model(model) and not Path(model).exists():
@@ -67,15 +68,11 @@ def inspect(
         if given:
             flag = next(iter(given))
             raise ValueError(f"--{flag} requires a weights file, {model} is the name of a model: remove it")
-        from plainvit.evaluate import forward
-
-        report = forward.report(model, 224 if image_size is None else image_size, seed)
-        print_result(report, None if json else forward.tables(report))
+        report = inspection.trace_model(model, 224 if image_size is None else image_size, seed)
+        print_result(report, None if json else inspection.trace_table(report))
         return
-    from plainvit.evaluate import describe
-
-    described = describe.describe(model, heads=heads, image_size=image_size, **given_pixel_flags(pixels))
-    print_result(described, None if json else describe.table(described))
+    described = inspection.describe_weights(model, heads=heads, image_size=image_size, **given_pixel_flags(pixels))
+    print_result(described, None if json else inspection.weights_table(described))
 
 
 def convert(

@@ -78,6 +78,13 @@ def given_pixel_flags(flags: PixelFlags) -> dict[str, Any]:
     return given | ({"antialias": flags.antialias == "on"} if flags.antialias else {})
 
 
+def check_output_file(flag: str, path: Path | None) -> None:
+    """Raise ValueError if a file cannot be written, before any work."""
+    if path and (path.is_dir() or not path.parent.is_dir()):
+        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}; create it first"
+        raise ValueError(f"cannot write {flag} {path}: {problem}")
+
+
 def exit_with_error(line: str, code: int) -> NoReturn:
     print(f"plainvit: {visible(line)}", file=sys.stderr)
     sys.exit(code)

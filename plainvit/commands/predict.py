@@ -58,7 +58,7 @@ def predict(
         json: Print JSON: one line per image or, with --out, a summary
     """
     from plainvit.evaluate import outputs
-    from plainvit.evaluate.predict import write
+    from plainvit.evaluate.predict import describe_accuracy_of_run, write
 
     if top is not None and top < 1:
         raise ValueError(f"--top must be at least 1, got {top}")
@@ -78,8 +78,12 @@ def predict(
             keep = bool(sheet) or not json
             summary, rows = _predict_rows(job, source, engine, stdout if json else None, keep=keep)
     if sheet:
-        _draw_sheet(source, drawn, rows if out else [rows[index] for index in drawn], sheet)
-    notes = _describe_trust(model, sheet)
+        from plainvit.analyse.figures import save
+        from plainvit.analyse.gallery import contact_sheet
+
+        save(contact_sheet(source, drawn, rows if out else [rows[index] for index in drawn]), sheet)
+    accuracy = describe_accuracy_of_run(model)
+    notes = [*([f"{model}: {accuracy}"] if accuracy else []), *([f"sheet: {sheet}"] if sheet else [])]
     if out:
         _print_summary(summary, json, notes)
     elif not json and summary.unreadable < summary.images:
@@ -165,21 +169,6 @@ def _predict_rows(
         if stdout:
             print(_json.dumps(row), file=stdout, flush=True)
     return Summary("", len(source), unreadable, first_error, resumed=0, seconds=0.0), kept
-
-
-def _draw_sheet(source: "Source", drawn: list[int], rows: list[dict[str, Any]], sheet: Path) -> None:
-    from plainvit.analyse.figures import save
-    from plainvit.analyse.gallery import contact_sheet
-
-    save(contact_sheet(source, drawn, rows), sheet)
-
-
-def _describe_trust(model: str, sheet: Path | None) -> list[str]:
-    """The last lines of the output: the model's accuracy, if known, and the path of the contact sheet."""
-    from plainvit.evaluate.predict import describe_accuracy_of_run
-
-    accuracy = describe_accuracy_of_run(model)
-    return [*([f"{model}: {accuracy}"] if accuracy else []), *([f"sheet: {sheet}"] if sheet else [])]
 
 
 def _print_summary(summary: "Summary", json: bool, notes: Sequence[str]) -> None:

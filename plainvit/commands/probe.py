@@ -1,25 +1,11 @@
 """Classifiers on frozen features: probe."""
 
 import json as _json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from plainvit.commands.parsing import InferenceFlags, Model, given_pixel_flags, print_result
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeFlags:
-    """The classifiers: `plainvit.evaluate.probe_sets.Settings`."""
-
-    method: tuple[Literal["fewshot", "knn", "linear"], ...] = ("fewshot",)  # One or more of fewshot, knn, linear
-    shots: tuple[int, ...] = (1, 5, 10, 25)  # Few-shot: training images per class (a class with fewer uses all)
-    seeds: int = 3  # Few-shot: number of random draws of these images
-    l2: float = 1024.0  # Few-shot: regularization (big_vision: 2^10)
-    k: tuple[int, ...] = ()  # k-NN: numbers of neighbours; default: 1 5 10 20 100 200, as far as there are images
-    #: Linear probe: regularization; the best on a fifth of the training images is used
-    linear_l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
-    per_class: int = 0  # Maximum training images per class; 0: all (big_vision on ImageNet: 65)
+from plainvit.commands.parsing import InferenceFlags, Model, check_output_file, given_pixel_flags, print_result
+from plainvit.config import Probes
 
 
 def probe(
@@ -27,7 +13,7 @@ def probe(
     /,
     *,
     data: tuple[str, ...],
-    probes: ProbeFlags,
+    probes: Probes,
     split: Literal["test", "val"] = "test",
     flags: InferenceFlags,
     cache: Path | None = None,
@@ -47,25 +33,18 @@ def probe(
         out: Also write the cards to this file, as JSON
         json: Print JSON instead of tables
     """
-    from plainvit.data.workers import default_workers
     from plainvit.disk import write_text
     from plainvit.evaluate import features, probe_sets
     from plainvit.evaluate.predictor import Predictor
 
     if no_cache and cache:
         raise ValueError("--cache and --no-cache cannot be combined: remove one of them")
-    if out and not out.parent.is_dir():
-        raise ValueError(f"cannot write --out {out}: folder {out.parent} does not exist")
-    values = asdict(probes)
-    settings = probe_sets.Settings(methods=values.pop("method"), **values)
+    check_output_file("--out", out)
     options = {"image_size": flags.image_size, "batch": flags.batch} | given_pixel_flags(flags)
     predictor = Predictor(model, device=flags.device, precision=flags.precision, **options)
-    workers = flags.processes
-    if workers is None:  # on a CPU the model needs the cores itself
-        workers = 0 if predictor.device == "cpu" else default_workers()
     folder = None if no_cache else cache or features.default_cache()
-    options = {"data_root": flags.data_root, "cache": folder, "workers": workers, "quiet": json}
-    cards = probe_sets.probe_sets(predictor, data, settings, split=split, **options)
+    options = {"data_root": flags.data_root, "cache": folder, "workers": flags.processes, "quiet": json}
+    cards = probe_sets.probe_sets(predictor, data, probes, split=split, **options)
     if out:
         write_text(out, _json.dumps(cards, indent=2) + "\n")
     print_result(cards, None if json else probe_sets.table(cards))

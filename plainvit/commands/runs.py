@@ -136,7 +136,7 @@ def plan(
 
         config, measured = measure_steps(config)
         images = measured["images"]
-    elif images is None and Path(config.data).exists():
+    elif images is None and config.data and Path(config.data).exists():
         config, images = _open_data(config)
     report = planning.plan(config, on=on, devices=devices, images=images, measured=measured)
     print_result(report, None if json else planning.table(report))

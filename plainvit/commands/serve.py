@@ -103,8 +103,8 @@ def bench(
     """
     from plainvit.serve import bench as measurements
 
-    if not batches or min(batches) < 1 or seconds <= 0:
-        raise ValueError("--batches must be at least 1 and --seconds above 0")
+    if not batches or min(batches) < 1 or seconds <= 0 or images < 1:
+        raise ValueError("--batches and --images must be at least 1 and --seconds above 0")
     predictor = _load(model, image_size, pixels)
     photos = measurements.load_photos(predictor, data, data_root, images)
     formats = [*format, *(f"{kind} int8" for kind in format if int8 and kind in ("onnx", "openvino"))]

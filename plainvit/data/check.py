@@ -22,6 +22,7 @@ from plainvit.data.folders import order_classes
 from plainvit.data.imagenet import readable_names
 from plainvit.data.known import find_known
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, open_source
+from plainvit.errors import first_line
 
 NAMES_SHOWN = 6  # classes named by `data info`
 
@@ -36,8 +37,8 @@ def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
             sources[split] = open_source(spec, split, data_root=data_root)
         except MissingSplitError as error:
             missing = missing or error
-    if not sources:
-        raise missing or DataError(f"{spec} has no images")
+    if not sources and missing:
+        raise missing
     return sources
 
 
@@ -104,7 +105,6 @@ def info_table(report: dict[str, Any]) -> Group:
         if part["unreadable"]:
             sampled = part["unreadable"] + part["sizes_from"]
             lines.append(f"\n{split}: {part['unreadable']} of {sampled} images cannot be read: run plainvit data check")
-    lines += [Text(f"\ncontact sheet: {_escape(report['sheet'])}")] if "sheet" in report else []
     return Group(*lines, "\nheight and width: min-max (median) of up to 500 images per split")
 
 
@@ -159,7 +159,7 @@ def _inspect(source: Source, index: int) -> tuple[bytes, str]:
             simplejpeg.decode_jpeg(data, "GRAY")  # strict: finds damage that other decoders ignore
         return hashlib.sha256(data if isinstance(data, bytes) else data.tobytes()).digest(), ""
     except (ValueError, OSError) as error:  # ImageError among them
-        return b"", (str(error).splitlines() or ["unknown"])[0]
+        return b"", first_line(error)
 
 
 def check_table(findings: list[dict[str, Any]]) -> Group:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from plainvit.data.decode import DataError
 from plainvit.data.folders import order_classes
+from plainvit.errors import first_line
 
 MOST_CLASSES = 1_000_000  # larger labels without class names are invalid
 
@@ -49,8 +50,7 @@ def report_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:  # ValueError: an empty file cannot be mapped
-        reason = (str(error).splitlines() or ["cannot be read"])[0]
-        raise DataError(f"{path} is truncated or damaged: {reason}") from error
+        raise DataError(f"{path} is truncated or damaged: {first_line(error)}") from error
 
 
 class ParquetFile:

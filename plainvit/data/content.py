@@ -76,10 +76,10 @@ def map_images(work: Callable[[int], T], source: Source, title: str) -> Iterator
     is_main, last, done = os.environ.get("RANK", "0") == "0", time.monotonic(), 0
     pool = ThreadPoolExecutor(threads)
     try:
-        pending = deque(pool.submit(_work_on, work, chunk) for chunk in islice(chunks, 2 * threads))
+        pending = deque(pool.submit(list, map(work, chunk)) for chunk in islice(chunks, 2 * threads))
         while pending:
             results = pending.popleft().result()
-            pending.extend(pool.submit(_work_on, work, chunk) for chunk in islice(chunks, 1))
+            pending.extend(pool.submit(list, map(work, chunk)) for chunk in islice(chunks, 1))
             yield from results
             done += len(results)
             if is_main and time.monotonic() - last > LOG_INTERVAL:
@@ -87,7 +87,3 @@ def map_images(work: Callable[[int], T], source: Source, title: str) -> Iterator
                 log.warning("%s: %d %%", title, 100 * done // len(source))
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _work_on(work: Callable[[int], T], indices: range) -> list[T]:
-    return [work(index) for index in indices]

@@ -11,6 +11,8 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
+from plainvit.errors import first_line
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 PIXEL_LIMIT = 50_000_000
 MARGIN = 3  # a JPEG decoded at a smaller scale keeps at least this many pixels per output pixel, for antialiasing
@@ -26,7 +28,7 @@ class ImageError(DataError):
     """An image that cannot be read or decoded."""
 
 
-def decode(data: bytes | np.ndarray, target: tuple[int, int] | None = None, limit: int = PIXEL_LIMIT) -> np.ndarray:
+def decode(data: bytes | np.ndarray, target: tuple[int, int] | None = None) -> np.ndarray:
     """Decode to uint8 pixels [height, width, 3], rotated upright; arrays are returned unchanged.
 
     `target` is the (height, width) to which the whole image will be resized: a JPEG at least MARGIN times larger is
@@ -35,10 +37,10 @@ def decode(data: bytes | np.ndarray, target: tuple[int, int] | None = None, limi
     if isinstance(data, np.ndarray):
         return data
     if data[:2] == b"\xff\xd8":
-        pixels = _decode_jpeg(data, target, limit)
+        pixels = _decode_jpeg(data, target)
         if pixels is not None:
             return pixels
-    with _open_image(data, limit) as image:
+    with _open_image(data) as image:
         return to_pixels(image)
 
 
@@ -51,18 +53,18 @@ def size(data: bytes | np.ndarray) -> tuple[int, int]:
             return _read_jpeg_header(data, strict=False)[:2]
         except ValueError:
             pass
-    with _open_image(data, PIXEL_LIMIT) as image:
+    with _open_image(data) as image:
         is_rotated = _exif_orientation(image) in (5, 6, 7, 8)
         return (image.width, image.height) if is_rotated else (image.height, image.width)
 
 
-def _decode_jpeg(data: bytes, target: tuple[int, int] | None, limit: int) -> np.ndarray | None:
+def _decode_jpeg(data: bytes, target: tuple[int, int] | None) -> np.ndarray | None:
     """Decode with libjpeg-turbo; None for CMYK and what its strict decoder rejects, which Pillow then tries."""
     try:
         height, width, color_space = _read_jpeg_header(data, strict=True)
     except ValueError:
         return None
-    _check_size(height, width, limit)
+    _check_size(height, width)
     if color_space in ("CMYK", "YCCK"):
         return None
     orientation = _orientation(data)
@@ -91,7 +93,7 @@ def _orientation(data: bytes) -> int:
     if not has_exif(data):
         return 1
     try:
-        with _open_image(data, PIXEL_LIMIT) as image:
+        with _open_image(data) as image:
             return _exif_orientation(image)
     except ImageError:
         return 1
@@ -113,7 +115,7 @@ def _exif_orientation(image: Image.Image) -> int:
     try:
         orientation = image.getexif().get(0x0112, 1)
     except Exception as error:  # Pillow's parsers raise anything on damaged metadata
-        raise ImageError(_first_line(error)) from error
+        raise ImageError(first_line(error)) from error
     return orientation if orientation in range(1, 9) else 1
 
 
@@ -135,10 +137,10 @@ def to_pixels(image: Image.Image) -> np.ndarray:
         image.load()
         return _rotate_upright(np.array(_to_rgb(image)), orientation)
     except Exception as error:  # Pillow's decoders raise anything on damaged data
-        raise ImageError(_first_line(error)) from error
+        raise ImageError(first_line(error)) from error
 
 
-def _open_image(data: bytes, limit: int) -> Image.Image:
+def _open_image(data: bytes) -> Image.Image:
     if not data:
         raise ImageError("the file is empty")
     warnings.filterwarnings("ignore", module="PIL")  # they repeat our errors; set here, as filters may be reset
@@ -147,16 +149,16 @@ def _open_image(data: bytes, limit: int) -> Image.Image:
     except UnidentifiedImageError as error:
         raise ImageError(f"not an image in a known format: it starts with {data[:12]!r}") from error
     except Exception as error:  # Pillow's parsers raise anything on damaged data
-        raise ImageError(_first_line(error)) from error
-    _check_size(image.height, image.width, limit)
+        raise ImageError(first_line(error)) from error
+    _check_size(image.height, image.width)
     return image
 
 
-def _check_size(height: int, width: int, limit: int) -> None:
+def _check_size(height: int, width: int) -> None:
     if height < 1 or width < 1:
         raise ImageError(f"the image has no pixels ({width} x {height})")
-    if height * width > limit:
-        raise ImageError(f"{width} x {height} is over the limit of {limit:,} pixels")
+    if height * width > PIXEL_LIMIT:
+        raise ImageError(f"{width} x {height} is over the limit of {PIXEL_LIMIT:,} pixels")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -169,7 +171,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
     return image.convert("RGB")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__

@@ -135,7 +135,9 @@ def shapes(split: str, options: str) -> Shapes:
         if key not in values or not value.isdecimal():
             raise ValueError(f"shapes has no option {option!r}; {nearest(key, values)}, as in shapes:size=64,count=500")
         values[key] = int(value)
-    if not 8 <= values["size"] <= 4096 or not 1 <= values["classes"] <= len(SHAPES) or values["count"] < 1:
-        raise ValueError(f"shapes takes size 8 to 4096, classes 1 to {len(SHAPES)}, count 1 or more; got {options!r}")
+    limits = {"size": (8, 4096), "count": (1, 10**9), "classes": (1, len(SHAPES))}
+    if not all(least <= values[key] <= most for key, (least, most) in limits.items()):
+        taken = ", ".join(f"{key} {least:,} to {most:,}" for key, (least, most) in limits.items())
+        raise ValueError(f"shapes takes {taken}; got {options!r}")
     count = values["count"] if split == "train" else min(values["count"], MOST_HELD_OUT)
     return Shapes(split, values["size"], count, values["classes"])

@@ -49,7 +49,8 @@ def _read_rows(path: Path) -> list[_Row]:
         try:
             for cells in reader:
                 row = _Row(*(next(filter(None, map(cells.get, names)), "") for names in COLUMNS.values()))
-                problem = _find_problem(row, reader.fieldnames or ())
+                extra = any(cells.get(None) or ())  # pyright: ignore[reportArgumentType, reportCallIssue]
+                problem = _find_problem(row, reader.fieldnames or (), extra)
                 if problem:
                     raise DataError(f"{path} line {reader.line_num}: {problem}")
                 rows.append(row)
@@ -58,8 +59,10 @@ def _read_rows(path: Path) -> list[_Row]:
     return rows
 
 
-def _find_problem(row: _Row, header: Sequence[str]) -> str:
+def _find_problem(row: _Row, header: Sequence[str], has_extra_cells: bool) -> str:
     """What is wrong with a row; empty if nothing."""
+    if has_extra_cells:
+        return f"it has more than the {len(header)} cells of the header: put a name with a comma into quotes"
     if not row.file or not row.label:
         columns = ", ".join(map(repr, header[:6]))
         return f"a file or a label is missing: expected the columns file,label[,split], got {columns}"

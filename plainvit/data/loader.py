@@ -28,7 +28,7 @@ from plainvit.data.order import Order, uniforms
 from plainvit.data.resident import Resident, find_resident_sizes, prefetch, steps_at_once
 from plainvit.data.sources import Source
 from plainvit.data.transforms import DRAWS, augment_batch, to_device
-from plainvit.data.workers import Evaluate, Train, check_bad_count, default_workers, run_workers
+from plainvit.data.workers import Evaluate, Train, check_bad_count, default_workers, inference_workers, run_workers
 
 log = logging.getLogger("plainvit")
 
@@ -184,12 +184,11 @@ def evaluation_batches(
 ) -> Generator[Batch]:
     """Yield every image of the source once over all processes, in order; the last batch may be smaller.
 
-    workers=None chooses the number; a single batch is made without workers.
+    workers=None chooses the number.
     """
     index = np.arange(rank, len(source), world_size)
     work = Evaluate(source, index, batch, size, preprocess)
-    if workers is None:
-        workers = min(default_workers(), len(work)) if len(work) > 1 else 0
+    workers = min(inference_workers(len(index), device) if workers is None else workers, len(work))
     if workers:
         source.load()
     items = run_workers(work, 0, len(work), workers, pin=torch.device(device).type == "cuda")

@@ -4,6 +4,8 @@ Any process can compute any sample and its random numbers, so resuming needs onl
 the number of workers or processes. The hash gives the same bits on CPU and GPU.
 """
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,10 +34,13 @@ def uniforms(seed: int, epoch: Tensor, position: Tensor, count: int) -> Tensor:
     return _shift(scramble(scramble(key.unsqueeze(1) + draws)), 40).float() * 2.0**-24
 
 
+@functools.lru_cache(maxsize=2)  # a batch may cross into the next epoch
 def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The order of one epoch: indices sorted by their hash, independent of library versions."""
+    """The order of one epoch: indices sorted by their hash, independent of library versions. Read-only."""
     salt = scramble(torch.tensor(epoch) + scramble(torch.tensor(seed) ^ GOLDEN))
-    return np.argsort(scramble(torch.arange(count) + salt).numpy(), kind="stable")
+    order = np.argsort(scramble(torch.arange(count) + salt).numpy(), kind="stable")
+    order.flags.writeable = False
+    return order
 
 
 class Order:
@@ -47,7 +52,6 @@ class Order:
 
     def __init__(self, count: int, seed: int, *, repeats: int = 1) -> None:
         self.count, self.seed, self.repeats = count, seed, repeats
-        self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def epoch(self, position: np.ndarray) -> np.ndarray:
         return position // self.count
@@ -58,10 +62,6 @@ class Order:
         epochs = self.epoch(position)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
-            out[in_epoch] = self._epoch_order(int(epoch))[position[in_epoch] % self.count // self.repeats]
+            order = permutation(self.seed, int(epoch), self.count)
+            out[in_epoch] = order[position[in_epoch] % self.count // self.repeats]
         return out
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, permutation(self.seed, epoch, self.count)
-        return self._order

@@ -3,6 +3,7 @@
 plainvit data pack photos/ shards/ --side 320
 """
 
+import contextlib
 import io
 import itertools
 import json
@@ -62,20 +63,20 @@ def _write_shards(
 ) -> list[dict[str, str]]:
     """Write the tars of a split and add a row to the index for each image; returns those that cannot be read."""
     unreadable: list[dict[str, str]] = []
-    for number in itertools.count():
-        shard = f"{split}-{number:05d}.tar"
-        with tarfile.open(target / shard, "w", format=tarfile.USTAR_FORMAT) as archive:
-            for index, image in images:
-                if isinstance(image, str):
-                    unreadable.append({"name": source.name(index), "why": image})
-                    continue
-                row = _add_image(archive, index, image, int(source.labels[index]))
-                rows.append({"shard": shard, "name": f"{shard}/{index:09d}", **row})
-                if archive.offset > SHARD_BYTES:
-                    break
-            else:
-                return unreadable
-    raise AssertionError
+    names = (f"{split}-{number:05d}.tar" for number in itertools.count())
+    shard, archive = "", None
+    with contextlib.ExitStack() as stack:
+        for index, image in images:
+            if isinstance(image, str):
+                unreadable.append({"name": source.name(index), "why": image})
+                continue
+            if archive is None or archive.offset > SHARD_BYTES:
+                stack.close()
+                shard = next(names)
+                archive = stack.enter_context(tarfile.open(target / shard, "w", format=tarfile.USTAR_FORMAT))
+            row = _add_image(archive, index, image, int(source.labels[index]))
+            rows.append({"shard": shard, "name": f"{shard}/{index:09d}", **row})
+    return unreadable
 
 
 def _add_image(archive: tarfile.TarFile, index: int, image: _Encoded, label: int) -> dict[str, Any]:

@@ -54,9 +54,7 @@ class ResidentMemoryError(ValueError):
     exit_code = 5
 
 
-def find_resident_sizes(
-    source: Source, device: torch.device, required: bool = False, force: bool = False
-) -> np.ndarray | None:
+def find_resident_sizes(source: Source, device: torch.device, required: bool, force: bool) -> np.ndarray | None:
     """Sizes [N, 2] of all images if they fit into memory, padded to the largest; otherwise None.
 
     required: the run started with resident images, which may take all free memory; if they do not fit, that is an
@@ -79,7 +77,8 @@ def find_resident_sizes(
 
     if not required and count_bytes(np.array([_read_size(source, index) for index in source.sample()])) > byte_limit:
         return None
-    sizes = _read_sizes(source)
+    reading = f"reading the sizes of {len(source):,} images"
+    sizes = np.array(list(map_images(partial(_read_size, source), source, reading)))
     needed = count_bytes(sizes)
     if needed <= byte_limit:
         return sizes
@@ -90,11 +89,6 @@ def find_resident_sizes(
             raise ResidentMemoryError(f"{problem}: free memory, or use --force to read images from disk")
         log.warning("%s: images are read from disk from now on, which resizes them slightly differently", problem)
     return None
-
-
-def _read_sizes(source: Source) -> np.ndarray:
-    sizes = map_images(partial(_read_size, source), source, f"reading the sizes of {len(source):,} images")
-    return np.array(list(sizes))
 
 
 def _read_size(source: Source, index: int) -> tuple[int, int]:
@@ -108,9 +102,7 @@ def _read_size(source: Source, index: int) -> tuple[int, int]:
 class Resident:
     """All images as uint8 on the device, each padded to the size of the largest."""
 
-    def __init__(
-        self, source: Source, device: torch.device, bad: dict[int, str], extents: np.ndarray | None = None
-    ) -> None:
+    def __init__(self, source: Source, device: torch.device, bad: dict[int, str], extents: np.ndarray) -> None:
         images, sizes = decode_all(source, bad, extents)
         self.is_unpadded = bool((sizes == torch.tensor(images.shape[2:])).all())
         self.images, self.sizes = images.to(device), sizes.to(device)  # [N, 3, H, W], [N, 2]
@@ -181,10 +173,9 @@ def _resize_rows(images: Tensor, start: Tensor, length: Tensor, out: int, pad: i
     return total / weights[:, None, :, None]
 
 
-def decode_all(source: Source, bad: dict[int, str], extents: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-    """Decode every image: uint8 [N, 3, H, W] and sizes [N, 2]."""
+def decode_all(source: Source, bad: dict[int, str], extents: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Decode every image of these sizes: uint8 [N, 3, H, W] and sizes [N, 2]."""
     count = len(source)
-    extents = _read_sizes(source) if extents is None else extents
     height, width = (int(side) for side in extents.max(0))
     images = torch.zeros((count, 3, height, width), dtype=torch.uint8)
     canvas = images.numpy()

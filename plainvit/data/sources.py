@@ -12,6 +12,7 @@ source.labels[i], source.classes, source.image(i)
 """
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -115,9 +116,6 @@ class Names:
     def __init__(self, names: Iterable[str]) -> None:
         self._names = pa.array(map(os.fsencode, names), pa.large_binary())
 
-    def __len__(self) -> int:
-        return len(self._names)
-
     def __getitem__(self, index: int) -> str:
         return os.fsdecode(self._names[index].as_py())
 
@@ -206,14 +204,10 @@ class ConcatSource(View):
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources, self.classes = list(sources), sources[0].classes
         self.labels = np.concatenate([source.labels for source in sources])
-        self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
-
-    def find_part(self, index: int) -> tuple[int, int]:
-        """(number of the source, index in it)."""
-        return find_part(self._ends, index)
+        self.ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
 
     def locate(self, index: int) -> tuple[Source, int]:
-        number, index = self.find_part(index)
+        number, index = find_part(self.ends, index)
         return self.sources[number], index
 
 
@@ -320,10 +314,9 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
     from plainvit.data import folders, generated, known, lists, tables
 
     kind, _, rest = spec.partition(":")
-    if kind == "digits":
-        return generated.digits(split, rest)
-    if kind == "shapes":
-        return generated.shapes(split, rest)
+    if kind in ("digits", "shapes"):
+        _warn_of_folder(Path(spec).absolute())
+        return generated.digits(split, rest) if kind == "digits" else generated.shapes(split, rest)
     if kind == "hf" and rest:
         return tables.open_parquet(hub.fetch(rest, ["*.parquet", "**/*.parquet"], kind="dataset"), split)
     path = Path(spec)
@@ -341,6 +334,12 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
         raise DataError(f"there is no folder or list of images at {spec}")
     names = (*known.SETS, "digits", "shapes")
     raise ValueError(f"data {spec!r} is neither a folder nor a known set; {nearest(spec, names)}")
+
+
+@functools.cache  # once for all splits
+def _warn_of_folder(path: Path) -> None:
+    if path.is_dir():
+        log.warning("--data %s is the built-in dataset: give %s/ to read the folder", path.name, path.name)
 
 
 def _exclude(source: Source, path: Path) -> Source:

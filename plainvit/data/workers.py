@@ -21,10 +21,12 @@ from plainvit.data.machine import count_cores, count_local_processes
 from plainvit.data.order import uniforms
 from plainvit.data.sources import Source
 from plainvit.data.transforms import DRAWS, TRIES, crop_and_resize, crop_boxes, preprocess_image
+from plainvit.errors import first_line
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Loader
 
+FEW_IMAGES = 64
 BAD_FRACTION = 0.01  # of the images may be undecodable; more stop the training
 log = logging.getLogger("plainvit")
 Item = tuple[Tensor, Tensor, Tensor, list[tuple[int, str]]]
@@ -33,6 +35,17 @@ Item = tuple[Tensor, Tensor, Tensor, list[tuple[int, str]]]
 def default_workers() -> int:
     """Data workers per process: its part of the machine's cores, less one for the process itself."""
     return max(count_cores() // count_local_processes() - 1, 1)
+
+
+def inference_workers(images: int, device: str | torch.device) -> int:
+    """Data workers of a process that does not train: none for few images, which are read sooner than workers start.
+
+    A model on a CPU keeps half of the cores.
+    """
+    if images < FEW_IMAGES:
+        return 0
+    cores = count_cores() // count_local_processes()
+    return min(default_workers(), 16) if torch.device(device).type == "cuda" else max(min(cores // 2, 8), 1)
 
 
 class Train(Dataset[Item]):
@@ -134,10 +147,8 @@ def run_workers(
                 raise
             failures += 1
             if failures == 3:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise DataError(
-                    f"data workers died three times at step {step} ({reason}): use fewer --workers, or free memory"
-                ) from error
+                problem = f"data workers died three times at step {step} ({first_line(error)})"
+                raise DataError(f"{problem}: use fewer --workers, or free memory") from error
             log.warning("a data worker died at step %d; restarting the workers", step)
         finally:
             if workers:

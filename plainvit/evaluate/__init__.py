@@ -5,5 +5,5 @@ evaluation    classify, metrics, labels (which predictions are correct), class_n
               seeds (groups of runs), statistics, paper (its tables)
 features      features (of a dataset, cached on disk), probe (few-shot, k-NN, linear), probe_sets (on data
               sets), grid (the best value)
-inspection    describe (a weights file), forward (one pass through a named model)
+inspection    inspection (a weights file, or one pass through a named model)
 """

@@ -11,6 +11,7 @@ another version are an error: the meaning of a number may have changed.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -30,6 +31,7 @@ from plainvit.data.content import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
 from plainvit.disk import make_folder, read_json, run_folder, run_settings, write_together
+from plainvit.errors import first_line
 from plainvit.evaluate.labels import Labels
 from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
@@ -152,20 +154,15 @@ def _find_steps(source: str | Path) -> dict[str, int]:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def write_card(card: Card, folder: Path, labels: Labels | None = None, result: Result | None = None) -> None:
-    """Writes card.json and, with a result, images.parquet; together, so that they always agree."""
+def write_card(card: Card, folder: Path, labels: Labels, result: Result) -> None:
+    """Writes card.json and images.parquet together, so that they always agree."""
     make_folder(folder)
-    text = json.dumps(finite(asdict(card)), indent=1, ensure_ascii=False) + "\n"
-    writers: dict[Path, Any] = {}
-    if result is not None:
-        assert labels is not None
-        rows = per_image(labels, result)
-        writers[folder / IMAGES] = lambda path: write_table(rows, path)
-    writers[folder / CARD] = lambda path: path.write_text(text, encoding="utf-8")
-    write_together(writers)
+    rows, text = _make_rows(labels, result), json.dumps(finite(asdict(card)), indent=1, ensure_ascii=False) + "\n"
+    write_card_file = functools.partial(Path.write_text, data=text, encoding="utf-8")
+    write_together({folder / IMAGES: functools.partial(write_table, rows), folder / CARD: write_card_file})
 
 
-def per_image(labels: Labels, result: Result) -> pa.Table:
+def _make_rows(labels: Labels, result: Result) -> pa.Table:
     """One row per scored image. Classes are numbers; their names, which may repeat, are in the metadata."""
     source, positions = labels.source, result.index.tolist()
     hashes = (hashlib.blake2b(source.identify(position), digest_size=12) for position in positions)
@@ -191,7 +188,7 @@ def read_card(path: Path) -> Card:
     try:
         stored = read_json(path)
     except ValueError as error:
-        raise DataError(str(error).splitlines()[0]) from error
+        raise DataError(first_line(error)) from error
     if stored.get("card") != VERSION:
         version = stored.get("card", "unknown")
         raise DataError(f"{path} has card version {version}, but {VERSION} is required: run `plainvit evaluate` again")
@@ -240,7 +237,7 @@ def read_rows(path: Path, card: Card) -> Rows:
         columns = [table[name].to_numpy() for name in ("right", "right5", "nll")]
         rows = Rows(np.array(table["content"].to_pylist()), classes[table["label"].to_numpy()], *columns)
     except (pa.ArrowException, OSError, LookupError, ValueError) as error:
-        raise DataError(f"{file} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
+        raise DataError(f"{file} cannot be read: {first_line(error)}") from error
     if len(table) != card.images:
         raise DataError(f"{file} has {len(table):,} rows, but its card has {card.images:,} images")
     for name, correct in (("top1", rows.right), ("top5", rows.right5)):

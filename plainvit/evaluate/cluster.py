@@ -29,7 +29,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.sources import Source
 from plainvit.device import choose_device, choose_precision
 from plainvit.evaluate.inputs import Inputs
-from plainvit.evaluate.predict import MemoryFault, OutputBatches, PredictionJob, predict_locally
+from plainvit.evaluate.predict import OutputBatches, PredictionJob, predict_locally
 from plainvit.evaluate.predictor import Predictor
 
 THREADS = 4  # per copy of the model on CPUs
@@ -38,7 +38,8 @@ MAX_BLOCKS = 10_000  # largest number of tasks of a job
 # Environment of a cluster started here, read when Ray is imported. The last setting, meant for Windows and macOS, keeps
 # all ports on the loopback interface.
 LOCAL_CLUSTER = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-ERRORS: dict[str, type[ValueError]] = {"DataError": DataError, "MemoryFault": MemoryFault, "ValueError": ValueError}
+# Errors of an actor that are raised here with their own type, by which the command chooses its exit code
+ERRORS: dict[str, type[Exception]] = {cls.__name__: cls for cls in (DataError, torch.OutOfMemoryError, ValueError)}
 log = logging.getLogger("plainvit")
 
 

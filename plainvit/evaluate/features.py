@@ -28,6 +28,7 @@ from plainvit.data.loader import evaluation_batches
 from plainvit.data.sources import Source
 from plainvit.device import cache_folder
 from plainvit.disk import make_folder, write_atomically
+from plainvit.errors import first_line
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models.inference import check_finite
 from plainvit.runtime.checkpoint import tensor_hash
@@ -54,7 +55,7 @@ def default_cache() -> Path:
 
 
 def extract(
-    predictor: Predictor, source: Source, *, cache: Path | None = None, workers: int = 0, quiet: bool = False
+    predictor: Predictor, source: Source, *, cache: Path | None = None, workers: int | None = 0, quiet: bool = False
 ) -> Features:
     """Features of every image, read from or written to the folder `cache`, if given."""
     if cache:
@@ -85,18 +86,17 @@ def features_key(predictor: Predictor, source: Source) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _compute(predictor: Predictor, source: Source, key: str, workers: int, quiet: bool) -> Features:
+def _compute(predictor: Predictor, source: Source, key: str, workers: int | None, quiet: bool) -> Features:
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     unreadable, done = 0, 0
-    batches = evaluation_batches(
-        source, batch=predictor.batch, size=predictor.size, preprocess=predictor.preprocess, workers=workers
-    )
+    options: dict[str, Any] = {"size": predictor.size, "preprocess": predictor.preprocess, "device": predictor.device}
+    batches = evaluation_batches(source, batch=predictor.batch, workers=workers, **options)
     with Display(f"features of {source.spec} {source.split}".replace("  ", " "), len(source), quiet=quiet) as display:
         for batch in batches:
             readable = torch.from_numpy(~np.isin(batch.index, [index for index, _ in batch.bad]))
             if bool(readable.any()):
                 features = predictor.features(batch.images[readable]).cpu()
-                parts.append((features, batch.labels[readable], torch.from_numpy(batch.index)[readable]))
+                parts.append((features, batch.labels.cpu()[readable], torch.from_numpy(batch.index)[readable]))
             unreadable, done = unreadable + len(batch.bad), done + len(readable)
             display.advance(done, "images")
     if not parts:
@@ -123,6 +123,5 @@ def _read(path: Path, key: str) -> Features | None:
             raise ValueError("its checksum does not match")
         return Features(**tensors, unreadable=int(about["unreadable"]), key=key, cached=True)
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        log.warning("%s is damaged (%s): features are computed again", path, reason)
+        log.warning("%s is damaged (%s): features are computed again", path, first_line(error))
         return None

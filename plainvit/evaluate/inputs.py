@@ -27,10 +27,12 @@ from plainvit.data.sources import (
     Files,
     Source,
     find_images,
+    find_part,
     open_source,
     select_images,
 )
-from plainvit.data.tables import has_parquet
+from plainvit.data.tables import Table, has_parquet
+from plainvit.errors import first_line
 
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 
@@ -46,7 +48,7 @@ class Inputs(ConcatSource):
         self.prefixes = [prefix for prefix, _ in inputs]
 
     def name(self, index: int) -> str:
-        return self.prefixes[self.find_part(index)[0]] + super().name(index)
+        return self.prefixes[find_part(self.ends, index)[0]] + super().name(index)
 
     def fingerprint(self) -> str:
         """Hash of names, order, and sizes and modification times of files."""
@@ -73,18 +75,9 @@ class Unreadable(Source):
 # Finding --------------------------------------------------------------------------------------------------------------
 
 
-def find(
-    names: Sequence[str],
-    *,
-    split: str = "test",
-    data_root: str | Path | None = None,
-    lines: Iterable[bytes] | None = None,
-) -> Inputs:
-    """All images of the given files, folders, globs and datasets.
-
-    `lines` replaces standard input, whose lines are the names that "-" stands for.
-    """
-    entries = (entry for name in names for entry in _resolve(name, split, data_root, lines))
+def find(names: Sequence[str], *, split: str = "test", data_root: str | Path | None = None) -> Inputs:
+    """All images of the given files, folders, globs and datasets; "-" stands for the names on standard input."""
+    entries = (entry for name in names for entry in _resolve(name, split, data_root))
     inputs: list[Input] = []
     for are_paths, group in itertools.groupby(entries, lambda entry: isinstance(entry, str)):
         members: list[Any] = list(group)
@@ -94,13 +87,10 @@ def find(
     return Inputs(inputs)
 
 
-def _resolve(
-    name: str, split: str, data_root: str | Path | None, lines: Iterable[bytes] | None
-) -> Iterator[str | Input]:
+def _resolve(name: str, split: str, data_root: str | Path | None) -> Iterator[str | Input]:
     """Paths of images, and sources of what holds several."""
     if name == "-":
-        given = sys.stdin.buffer if lines is None and sys.stdin else lines  # sys.stdin is None if it is closed
-        yield from _read_names(given or (), split)
+        yield from _read_names(sys.stdin.buffer if sys.stdin else (), split)  # sys.stdin is None if it is closed
     elif os.path.lexists(name):
         yield from _open_path(name, split)
     elif glob.has_magic(name):
@@ -118,7 +108,7 @@ def _open_path(path: str, split: str) -> Iterator[str | Input]:
     elif path.lower().endswith(ARCHIVES):
         raise DataError(f"{path} is an archive: unpack it, and give the folder")
     elif path.endswith(".parquet"):
-        yield f"{path}/", open_source(path, split)
+        yield f"{path}/", Table([Path(path)])  # whatever split its name says
     else:
         yield path
 
@@ -152,4 +142,4 @@ def _read_names(lines: Iterable[bytes], split: str) -> Iterator[str | Input]:
         try:
             yield from _open_path(name, split) if name else ()
         except (DataError, OSError, ValueError) as error:
-            yield "", Unreadable(name, (str(error).splitlines() or [type(error).__name__])[0])
+            yield "", Unreadable(name, first_line(error))

@@ -1,7 +1,6 @@
 """Tables 2 and 5 to 9 of the ViT paper as data, with your evaluations as additional rows.
 
     plainvit paper 5 runs/cifar evaluations/pets
-    table(5).value("ViT-B/16 (ImageNet-21k)", "CIFAR-10")       98.95
 
 Source: arXiv 2010.11929; the numbers are in paper.json. Rows are models and columns are data sets.
 """
@@ -18,7 +17,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from plainvit.config import nearest
 from plainvit.data.known import official_split
 from plainvit.evaluate.card import read_card, settings_of
 
@@ -36,15 +34,6 @@ class PaperTable:
     notes: list[str]
     columns: dict[str, str]
     rows: list[tuple[str, list[Cell]]]
-
-    def value(self, row: str, column: str) -> float | None:
-        """One number; the first row where several have this name."""
-        cells = dict(reversed(self.rows))
-        for name, known in ((row, cells), (column, self.columns)):
-            if name not in known:
-                raise ValueError(f"Table {self.number} has no row or column {name!r}; {nearest(name, known)}")
-        cell = cells[row][list(self.columns).index(column)]
-        return cell[0] if isinstance(cell, list) else float(cell.split("/")[0]) if isinstance(cell, str) else cell
 
 
 def tables() -> dict[int, PaperTable]:

@@ -39,12 +39,6 @@ OutputBatches = Iterator[tuple[int, pa.Table]]  # (step, rows of its batch), in 
 Engine = Callable[["PredictionJob", Source, np.ndarray], OutputBatches]
 
 
-class MemoryFault(ValueError):
-    """The GPU is out of memory; the command ends with exit code 5."""
-
-    exit_code = 5
-
-
 @dataclass(frozen=True)
 class PredictionJob:
     """What to predict: the `top` most probable classes, or features if `top` is 0."""
@@ -68,15 +62,12 @@ class PredictionJob:
 
     def run(self, images: Tensor) -> "PendingOutput":
         """Runs the model. On a GPU this returns before the results are ready."""
-        try:
-            outputs = self.predictor.logits(images) if self.top else self.predictor.features(images)
-            finite = outputs.isfinite().all(-1)
-            if not self.top:
-                return _copy_to_host(finite, outputs)
-            best = outputs.softmax(-1).topk(self.top)
-            return _copy_to_host(finite, best.values, best.indices)
-        except torch.OutOfMemoryError as error:
-            raise MemoryFault(f"the GPU is out of memory with --batch {len(images)}: use a smaller one") from error
+        outputs = self.predictor.logits(images) if self.top else self.predictor.features(images)
+        finite = outputs.isfinite().all(-1)
+        if not self.top:
+            return _copy_to_host(finite, outputs)
+        best = outputs.softmax(-1).topk(self.top)
+        return _copy_to_host(finite, best.values, best.indices)
 
     def rows(self, output: "PendingOutput", names: list[str], errors: list[str | None]) -> pa.Table:
         """One row per image: name, predictions or features, error."""
@@ -163,7 +154,7 @@ def _make_texts(column: Sequence[str | None]) -> pa.Array:
 
 def predict_locally(job: PredictionJob, source: Source, steps: np.ndarray, workers: int | None = None) -> OutputBatches:
     """The rows of these steps, on this machine; workers decode ahead of the model."""
-    size, device = job.batch, job.predictor.device
+    size = job.batch
     index = (steps[:, None] * size + np.arange(size)).reshape(-1)
     index = index[index < len(source)]
     batches = evaluation_batches(
@@ -171,8 +162,8 @@ def predict_locally(job: PredictionJob, source: Source, steps: np.ndarray, worke
         batch=size,
         size=job.predictor.size,
         preprocess=job.predictor.preprocess,
-        workers=_choose_workers(len(index), device) if workers is None else workers,
-        device=device,
+        workers=workers,
+        device=job.predictor.device,
     )
     yield from predict_batches(job, source, index, batches)
 
@@ -187,12 +178,6 @@ def predict_batches(job: PredictionJob, source: Source, index: np.ndarray, batch
         names = [source.name(position) for position in positions.tolist()]
         errors = [bad.get(position) for position in batch.index.tolist()]
         yield int(positions[0]) // job.batch, job.rows(output, names, errors)
-
-
-def _choose_workers(images: int, device: str) -> int:
-    """No workers for few images; on a CPU half of the cores at most, as the model needs them."""
-    cores = os.cpu_count() or 1
-    return 0 if images < 64 else min(cores, 16) if device.startswith("cuda") else max(min(cores // 2, 8), 1)
 
 
 # The job --------------------------------------------------------------------------------------------------------------

@@ -121,6 +121,8 @@ class Predictor:
             ImageError: The image cannot be read.
             ValueError: Its type or shape is not supported.
         """
+        if isinstance(image, Tensor) and image.dtype != torch.uint8 and not image.is_floating_point():
+            raise ValueError(f"a tensor must be uint8 or floats in [0, 1], got {image.dtype}")
         if isinstance(image, Tensor) and tuple(image.shape) == (3, *self.size):
             return image
         try:

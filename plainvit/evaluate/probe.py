@@ -20,13 +20,13 @@ from torch import Tensor
 from plainvit.evaluate.grid import choose_best
 from plainvit.models.inference import check_finite
 
-SHOTS, SEEDS, L2 = (1, 5, 10, 25), 3, 2.0**10  # big_vision's configs/common_fewshot.py
+L2 = 2.0**10  # big_vision's configs/common_fewshot.py
 BIAS = 100.0  # the constant feature: large, so that its weight is hardly regularized
 STD_EPS = 1e-5
 TEMPERATURE = 0.07  # DINO's
 KS = (1, 5, 10, 20, 100, 200)
-LINEAR_L2 = tuple(10.0**power for power in range(-6, 3))  # of the mean loss; chosen on held-out training images
 ROWS = 4096  # of features at once
+STEPS = 500  # of the optimizer at most
 
 
 @dataclass
@@ -96,13 +96,7 @@ def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> Lin
 # Nearest neighbors ---------------------------------------------------------------------------------------------------
 
 
-def neighbors(
-    features: Tensor,
-    labels: Tensor,
-    classes: int,
-    others: Tensor,
-    ks: Sequence[int] = KS,
-) -> dict[int, Tensor]:
+def neighbors(features: Tensor, labels: Tensor, classes: int, others: Tensor, ks: Sequence[int]) -> dict[int, Tensor]:
     """Predicted classes for each k, by cosine similarity: a neighbor has exp(cosine / TEMPERATURE) votes.
 
     Ties go to the earlier image and to the lower class. A zero vector has cosine 0 to all others.
@@ -145,7 +139,6 @@ def logistic(
     classes: int,
     l2: float,
     *,
-    steps: int = 500,
     tolerance: float = 1e-6,
     start: LinearClassifier | None = None,
 ) -> LinearClassifier:
@@ -169,8 +162,8 @@ def logistic(
 
     optimizer = torch.optim.LBFGS(
         (weights, bias),
-        max_iter=steps,
-        max_eval=2 * steps,
+        max_iter=STEPS,
+        max_eval=2 * STEPS,
         tolerance_grad=tolerance,
         tolerance_change=0.0,
         history_size=20,
@@ -197,7 +190,7 @@ def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) 
 
 
 def search_logistic(
-    features: Tensor, labels: Tensor, classes: int, l2s: Sequence[float] = LINEAR_L2
+    features: Tensor, labels: Tensor, classes: int, l2s: Sequence[float]
 ) -> tuple[LinearClassifier, float, dict[float, float]]:
     """Returns the probe on all images, its l2, and the held-out accuracy of each l2; a single l2 is not evaluated.
 

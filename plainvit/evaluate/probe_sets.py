@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from plainvit import __version__
-from plainvit.config import Checked, to_json
+from plainvit.config import Probes, to_json
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import MissingSplitError, Source, Subset, open_source
@@ -36,29 +36,7 @@ from plainvit.evaluate.labels import check_labels
 from plainvit.evaluate.predictor import Predictor
 
 log = logging.getLogger("plainvit")
-Method = Literal["fewshot", "knn", "linear"]
 HOLDOUT = 0.2  # of a folder without splits
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(Checked):
-    """Settings of the probes; the few-shot defaults are big_vision's."""
-
-    methods: tuple[Method, ...] = ("fewshot",)
-    shots: tuple[int, ...] = probe.SHOTS
-    seeds: int = probe.SEEDS
-    l2: float = probe.L2
-    k: tuple[int, ...] = ()  # neighbors; (): those of probe.KS up to the number of training images
-    linear_l2: tuple[float, ...] = probe.LINEAR_L2
-    per_class: int = 0  # largest number of training images per class; 0: all
-
-    def __post_init__(self) -> None:
-        self._check(positive=("shots", "seeds", "k"), natural=("per_class",))
-        for name in ("methods", "shots", "linear_l2"):
-            if not getattr(self, name):
-                raise ValueError(f"--{name.replace('_', '-')} is empty: give at least one value")
-        if self.l2 <= 0 or min(self.linear_l2) < 0:
-            raise ValueError("--l2 must be above 0, --linear-l2 at least 0")
 
 
 @dataclass
@@ -73,12 +51,12 @@ class Pair:
 def probe_sets(
     predictor: Predictor,
     specs: Sequence[str],
-    settings: Settings,
+    settings: Probes,
     *,
     split: str = "test",
     data_root: str | Path | None = None,
     cache: Path | None = None,
-    workers: int = 0,
+    workers: int | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
     """Probes each dataset; returns a card per dataset."""
@@ -96,13 +74,13 @@ def probe_sets(
     return cards
 
 
-def run_probes(pair: Pair, settings: Settings) -> dict[str, Any]:
+def run_probes(pair: Pair, settings: Probes) -> dict[str, Any]:
     """The results of each method in the settings."""
     probes = {"fewshot": few_shot, "knn": _run_knn, "linear": _run_linear}
-    return {name: run(pair, settings) for name, run in probes.items() if name in settings.methods}
+    return {name: run(pair, settings) for name, run in probes.items() if name in settings.method}
 
 
-def few_shot(pair: Pair, settings: Settings) -> dict[str, Any]:
+def few_shot(pair: Pair, settings: Probes) -> dict[str, Any]:
     """For each number of shots: mean and sample standard deviation over the seeds."""
     labels = pair.train.labels.numpy()
     top1s: dict[int, list[float]] = {shots: [] for shots in settings.shots}
@@ -125,14 +103,14 @@ def few_shot(pair: Pair, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _run_knn(pair: Pair, settings: Settings) -> dict[str, Any]:
+def _run_knn(pair: Pair, settings: Probes) -> dict[str, Any]:
     train, test = pair.train, pair.test
     ks = settings.k or tuple(k for k in probe.KS if k <= len(train.features))
     predicted = probe.neighbors(train.features, train.labels, pair.classes, test.features, ks)
     return {str(k): accuracy(classes, test.labels) for k, classes in predicted.items()}
 
 
-def _run_linear(pair: Pair, settings: Settings) -> dict[str, Any]:
+def _run_linear(pair: Pair, settings: Probes) -> dict[str, Any]:
     features, labels = pair.train.features, pair.train.labels
     fitted, l2, tried = probe.search_logistic(features, labels, pair.classes, settings.linear_l2)
     wider = l2 * 100 if l2 == max(settings.linear_l2) else l2 / 100
@@ -150,7 +128,7 @@ def accuracy(predicted: Tensor, labels: Tensor) -> float:
     return int((predicted == labels).sum()) / len(labels)
 
 
-def open_pair(spec: str, split: str, data_root: str | Path | None, settings: Settings) -> tuple[Source, Source]:
+def open_pair(spec: str, split: str, data_root: str | Path | None, settings: Probes) -> tuple[Source, Source]:
     """The images to fit probes on and to test them on; a folder without splits holds out a part of each class."""
     train, test = open_source(spec, "train", data_root=data_root), None
     for name in (split, "val"):

@@ -94,12 +94,12 @@ def student_tail(t: Any, freedom: Any) -> Any:
     return np.clip(0.5 - np.sign(t) * within, 0.0, 1.0)[()]  # a number for numbers
 
 
-def student_quantile(freedom: float, tail: float = 0.025) -> float:
-    """The t with P(T > t) = tail, by bisection."""
+def student_quantile(freedom: float) -> float:
+    """The t with P(T > t) = 2.5 %, by bisection."""
     low, high = 0.0, 1e3
     while high - low > 1e-10 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if student_tail(middle, freedom) > tail else (low, middle)
+        low, high = (middle, high) if student_tail(middle, freedom) > 0.025 else (low, middle)
     return low
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from plainvit.analyse.attention import require_vit
-from plainvit.config import Config, Optim
+from plainvit.config import Config, Optim, Probes
 from plainvit.data.sources import Source, Subset
 from plainvit.data.splits import open_splits
 from plainvit.evaluate import probe, probe_sets
@@ -75,7 +75,7 @@ def few_shot(config: Config, predictor: Predictor) -> float:
     count, labels = len(splits.classes), splits.train.labels
     support = Subset(splits.train, np.sort(probe.draw_shots(labels, count, (SUPPORT,), 0)[SUPPORT]))
     train, test = (extract(predictor, source, quiet=True) for source in (support, limit_images(splits.val, EVALUATED)))
-    pair, settings = probe_sets.Pair(train, test, count), probe_sets.Settings(shots=(SHOTS,), seeds=DRAWS)
+    pair, settings = probe_sets.Pair(train, test, count), Probes(shots=(SHOTS,), seeds=DRAWS)
     return probe_sets.few_shot(pair, settings)[str(SHOTS)]["top1"]
 
 

@@ -1,25 +1,31 @@
-"""Describe a weights file: settings and where each was detected; tables for the terminal.
+"""Describe a weights file, or trace one forward pass through a named model.
 
-plainvit inspect B_16.npz          plainvit weights
+plainvit inspect B_16.npz          settings, and where each was detected
+plainvit inspect ViT-B/16          shape, mean and standard deviation of each intermediate
 """
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from plainvit.config import ViTConfig, to_json
+from plainvit.models import Trace, create
 from plainvit.planning import cost
 from plainvit.weights.files import CHECKSUM
 from plainvit.weights.layout import DetectedModel, locate
 from plainvit.weights.pixels import GIVEN, find_source
 from plainvit.weights.reading import inspect_weights
 
+# A weights file -------------------------------------------------------------------------------------------------------
 
-def describe(source: str | Path, **hints: Any) -> dict[str, Any]:
+
+def describe_weights(source: str | Path, **hints: Any) -> dict[str, Any]:
     """Describes a file from its headers; only the head is read, to see whether it was trained."""
     detected, tensors = inspect_weights(source, **hints)
     settings = {key: value for key, value in to_json(detected.config).items() if key not in ("kind", "init", "stem")}
@@ -52,7 +58,7 @@ def _preprocess_source(detected: DetectedModel) -> str:
     return f"{', '.join(given)} {GIVEN}; else {other}" if given else other
 
 
-def table(described: dict[str, Any]) -> Group:
+def weights_table(described: dict[str, Any]) -> Group:
     """The description as a table."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for title, style in (("setting", "cyan"), ("value", ""), ("learned from", "dim")):
@@ -78,3 +84,48 @@ def _format(value: object, key: str = "") -> str:
         same = len(set(value)) == 1
         return f"{value[0]} of each channel" if same else f"{', '.join(map(str, value))} of red, green, blue"
     return " x ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# A named model --------------------------------------------------------------------------------------------------------
+
+
+def trace_model(name: str, image_size: int, seed: int) -> dict[str, Any]:
+    """Settings of a named model, and shape, mean and std of each intermediate for a color gradient."""
+    model = create(name, image_size=image_size, seed=seed).eval()
+    pixels = make_gradient(image_size)
+    trace = Trace("*")
+    with torch.inference_mode():
+        model(pixels, trace)
+    steps = [
+        {"name": step, "shape": list(x.shape), "mean": x.mean().item(), "std": x.std(correction=0).item()}
+        for step, x in trace.items()
+    ]
+    settings = {key: value for key, value in to_json(model.config).items() if key != "kind"}
+    return {"name": name, "settings": settings, "steps": steps}
+
+
+def trace_table(described: dict[str, Any]) -> Group:
+    """The report as a table; blocks after the first, which have the same shapes, are only in --json."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("intermediate", style="cyan")
+    for title in ("shape", "mean", "std"):
+        shown.add_column(title, justify="right")
+    for step in described["steps"]:
+        block, _, part = step["name"].partition("/")
+        if part and block != "block0" and part != "tokens":
+            continue
+        shape = " x ".join(map(str, step["shape"]))
+        shown.add_row(step["name"], shape, f"{step['mean']:.4f}", f"{step['std']:.4f}")
+    settings = ", ".join(f"{key} {value}" for key, value in described["settings"].items() if key != "stem")
+    return Group(
+        Text.assemble((described["name"], "bold"), "  ", (settings, "dim"), "\n"),
+        shown,
+        "\none image, fresh weights; all blocks: --json",
+    )
+
+
+def make_gradient(size: int) -> Tensor:
+    """A test image: red grows to the right, green downwards, blue along the diagonal."""
+    ramp = torch.linspace(0, 255, size)
+    x, y = ramp.expand(size, size), ramp.unsqueeze(1).expand(size, size)
+    return torch.stack((x, y, (x + y) / 2)).to(torch.uint8).unsqueeze(0)  # [1, 3, size, size]
