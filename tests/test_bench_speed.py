@@ -50,6 +50,11 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load("measure", monkeypatch)
 
 
+def test_every_benchmark_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in sorted((ROOT / "bench").glob("*.py")):
+        assert load(path.stem, monkeypatch).__doc__
+
+
 # Training -------------------------------------------------------------------------------------------------------------
 
 
