@@ -498,7 +498,8 @@ def test_other_machines_need_a_token_or_an_explicit_flag(monkeypatch: pytest.Mon
         with pytest.raises(ValueError, match="--host"):
             check_access(host, False)
     assert check_access("0.0.0.0", True) == ("", ())
-    assert check_access("127.0.0.1", False)[0] == ""
+    assert check_access("127.0.0.2", False)[0] == ""
+    assert {"localhost", "127.0.0.2"} <= set(check_access("127.0.0.2", False)[1])  # accepted Host headers
     monkeypatch.setenv(TOKEN, "secret")
     assert check_access("0.0.0.0", False) == ("secret", ())
 

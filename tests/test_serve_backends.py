@@ -51,6 +51,14 @@ def test_a_backend_that_disagrees_is_not_used(predictor: Predictor, monkeypatch:
             choose_backend(predictor, name, "bf16")
 
 
+def test_the_same_weights_with_another_activation_are_exported_again(predictor: Predictor) -> None:
+    choose_backend(predictor, "onnx", "fp32")
+    other = vit(torch.float32, activation="relu")
+    other.load_state_dict(predictor.model.state_dict())
+    changed = Predictor(other, device="cpu")
+    assert backends.measure_difference(choose_backend(changed, "onnx", "fp32")[1], changed) < 1e-5
+
+
 @pytest.mark.parametrize("kind", [("onnx", "fp32"), ("openvino", "fp32"), ("openvino", "bf16")])
 def test_answers_equal_the_same_backend_offline(predictor: Predictor, kind: Any) -> None:
     _, backend, _ = choose_backend(predictor, *kind)
