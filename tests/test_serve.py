@@ -31,6 +31,7 @@ from tiny import vit
 from torch import Tensor
 
 import plainvit
+from bench import serve_faults
 from plainvit.commands.serve import serve
 from plainvit.config import About
 from plainvit.evaluate.predictor import Predictor
@@ -473,11 +474,9 @@ def test_a_client_that_does_not_read_its_answers_is_cut_off(predictor: Predictor
 
 
 @pytest.mark.slow
-def test_a_minute_of_load_and_overload_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
-    faults = __import__("bench.serve_faults", fromlist=["main"])
+def test_a_minute_of_load_and_overload_loses_nothing(tmp_path: Path) -> None:
     flags = ["--minutes", "0.5", "--seconds", "10", "--sockets", "50", "--json", str(tmp_path / "found.json")]
-    faults.main(["--data", str(real_data()), *flags])
+    serve_faults.main(["--data", str(real_data()), *flags])
     found = json.loads((tmp_path / "found.json").read_text())["results"]
     assert set(found["load"]["statuses"]) == {"200"}
     assert found["load"]["lost"] == found["load"]["swapped"] == 0
