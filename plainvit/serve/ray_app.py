@@ -54,17 +54,12 @@ class Gateway:
         self.replicas, self.limits = replicas, Limits()
 
     async def __call__(self, request: Request) -> Response:
-        body = b""
-        try:
-            if request.method == "POST":
-                body = await read_body(request, self.limits)
-        except HTTPException as error:
-            return JSONResponse({"error": error.detail}, error.status_code)
-        return await self.forward(request, body)
-
-    async def forward(self, request: Request, body: bytes) -> Response:
         import ray  # pyright: ignore
 
+        try:
+            body = await read_body(request, self.limits) if request.method == "POST" else b""
+        except HTTPException as error:
+            return JSONResponse({"error": error.detail}, error.status_code)
         kept = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "root_path")
         scope = {name: request.scope[name] for name in kept if name in request.scope}
         for attempt in range(TRIES):

@@ -120,21 +120,19 @@ class DeadlineServer(uvicorn.Server):
 
     def _close_late_connections(self) -> None:
         now, limits = time.monotonic(), self.limits
-        connections = set(self.server_state.connections)
-        self.seen = {connection: state for connection, state in self.seen.items() if connection in connections}
-        for connection in connections:
-            request = getattr(connection, "cycle", None)
-            before, since = self.seen.get(connection, (None, now))
-            if before is not request or connection not in self.seen:
-                self.seen[connection] = request, now
-                continue
+        seen_before, self.seen = self.seen, {}
+        for connection in list(self.server_state.connections):
+            request = connection.cycle  # pyright: ignore[reportAttributeAccessIssue] - the http connection of uvicorn
+            before, since = seen_before.get(connection, (request, now))
+            since = since if before is request else now
+            self.seen[connection] = request, since
             if request is None:
                 limit = limits.header_seconds
             elif request.response_complete:
                 limit = limits.idle_seconds
             else:
                 limit = limits.body_seconds + limits.deadline + 5
-            if now - since >= limit and connection.transport:
+            if now - since >= limit:
                 connection.transport.abort()
 
 
