@@ -32,7 +32,7 @@ from torch import Tensor
 
 import plainvit
 from bench import serve_faults
-from plainvit.commands.serve import serve
+from plainvit.commands.serve import LimitFlags, serve
 from plainvit.config import About
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import FILES
@@ -527,6 +527,10 @@ def test_metrics_count_requests_images_and_batches(predictor: Predictor) -> None
 def test_openapi_describes_every_route(server: Running) -> None:
     described = set(json.loads(server.client.get("/openapi.json").text)["paths"])
     assert described == set(server.app.routes) - set(FILES)
+
+
+def test_the_flags_have_the_defaults_of_the_limits() -> None:
+    assert Limits(**vars(LimitFlags())) == Limits()
 
 
 def test_a_name_is_given_or_the_last_part_of_the_path() -> None:
