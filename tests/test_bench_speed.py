@@ -122,9 +122,6 @@ def test_utilization_is_relative_to_the_matmul_rate() -> None:
     published = {"ViT-S/16": 4.61, "ViT-B/16": 17.58, "ViT-L/16": 61.60, "ViT-H/14": 167.40}  # timm's GMACs
     for name, gmacs in published.items():
         assert measure.count_training_flops(configure(name)) == pytest.approx(6e9 * gmacs, rel=0.005)
-    assert measure.compute_utilization(3528, measure.count_training_flops(configure("ViT-B/16")), 766) == pytest.approx(
-        48.6, abs=0.1
-    )
 
 
 def test_kernels_are_classified_by_their_names() -> None:

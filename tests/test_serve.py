@@ -9,13 +9,12 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,15 @@ from torch import Tensor
 
 import plainvit
 from bench import serve_faults
+from bench.clients import find_port
 from plainvit.commands.serve import LimitFlags, serve
 from plainvit.config import About
 from plainvit.evaluate.predictor import Predictor
-from plainvit.serve.app import FILES
+from plainvit.serve.app import FILES, Application
 from plainvit.serve.batcher import Batcher, DeadlineError
 from plainvit.serve.requests import Limits
-from plainvit.serve.server import TOKEN, check_access, split_name
+from plainvit.serve.server import TOKEN, bind_port, check_access, make_server, split_name
+from plainvit.serve.service import Service
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -217,44 +218,31 @@ def test_an_image_past_its_deadline_is_dropped_without_computing_it() -> None:
     assert [images.tolist() for images in computed] == [[[1.0]]]
 
 
-GATED_SERVER = """
-import sys, time
-from pathlib import Path
-from plainvit.evaluate.predictor import Predictor
-from plainvit.serve.app import Application
-from plainvit.serve.server import bind_port, make_server
-from plainvit.serve.requests import Limits
-from plainvit.serve.service import Service
-
-class Gated(Predictor):
-    def logits(self, images):
-        while not Path(sys.argv[2]).exists():
-            time.sleep(0.01)
-        return super().logits(images)
-
-limits = Limits(max_batch=4, deadline=60)
-app = Application([Service("gated", Gated(sys.argv[1], device="cpu"), limits)])
-make_server(app, limits).run(sockets=[bind_port("127.0.0.1", 0)])
-"""
+def serve_gated(source: Path, port: int, gate: Any) -> None:
+    limits, predictor = Limits(max_batch=4, deadline=60), Predictor(source, device="cpu")
+    backend = Gated(predictor)
+    backend.gate = gate
+    app = Application([Service("gated", predictor, limits, backend)])  # pyright: ignore[reportArgumentType]
+    make_server(app, limits).run(sockets=[bind_port("127.0.0.1", port)])
 
 
-def test_sigterm_answers_everything_accepted_and_closes_the_port_first(predictor: Predictor, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", GATED_SERVER, str(predictor.source), str(tmp_path / "gate")]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
-        ThreadPoolExecutor(32) as clients,
-    ):
-        assert process.stdout
-        address = next(line for line in process.stdout if line.startswith("serving on ")).split()[-1]
-        ask = functools.partial(httpx.post, f"{address}/predict", timeout=60, trust_env=False)
+def test_sigterm_answers_everything_accepted_and_closes_the_port_first(predictor: Predictor) -> None:
+    port, context = find_port(), get_context("spawn")
+    gate = context.Event()
+    process = context.Process(target=serve_gated, args=(predictor.source, port, gate), daemon=True)
+    process.start()
+    ask = functools.partial(httpx.post, f"http://127.0.0.1:{port}/predict", timeout=60, trust_env=False)
+    metrics = functools.partial(httpx.get, f"http://127.0.0.1:{port}/metrics", trust_env=False)
+    wait_until(lambda: not is_refused(metrics))
+    with ThreadPoolExecutor(32) as clients:
         found = [clients.submit(ask, content=one) for one in photos(32)]
-        metrics = functools.partial(httpx.get, f"{address}/metrics", trust_env=False)
         wait_until(lambda: read_waiting(metrics().text) == 32)
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         wait_until(lambda: is_refused(metrics))
-        (tmp_path / "gate").touch()
+        gate.set()
         assert [one.result().status_code for one in found] == [200] * 32
-        assert process.wait(30) == -signal.SIGTERM
+    process.join(30)
+    assert process.exitcode == -signal.SIGTERM
 
 
 def read_waiting(text: str) -> int:
