@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.measure import first_line, make_parser, report, run_interleaved, summarize, time_cuda_calls, warn_skipped
-from plainvit.models.fast.attention import short_attention, unfit
+from plainvit.models.fast.attention import explain_unfit, short_attention
 
 ROUND_MICROSECONDS = 20_000
 BACKENDS = {
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.exit(2, "bench.attention: no CUDA device was found: these kernels need an NVIDIA GPU\n")
-    if reason := unfit(torch.empty(1, 197, 2304, dtype=torch.bfloat16, device="cuda"), 12):
+    if reason := explain_unfit(torch.empty(1, 197, 2304, dtype=torch.bfloat16, device="cuda"), 12):
         parser.exit(2, f"bench.attention: {reason}\n")
     skipped: list[str] = []
     rows = [row for name in SHAPES for row in measure_shape(name, args.repeats, skipped)]

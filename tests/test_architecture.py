@@ -3,13 +3,12 @@
 import ast
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from children import ROOT, in_child
 
-ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "plainvit").rglob("*.py"))
 
 _LEAVES = {"config", "device", "disk", "errors", "hub"}
@@ -165,10 +164,6 @@ def test_nothing_dangerous_is_called(name: str, files: list[Path]) -> None:  # n
 # Cost of importing ----------------------------------------------------------------------------------------------------
 
 
-def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-
-
 HEAVY = {"torch", "torchvision", "numpy", "PIL", "matplotlib", "pyarrow", "safetensors", "huggingface_hub"}
 HEAVY |= {"starlette", "uvicorn", "onnx", "onnxruntime", "openvino"}
 
@@ -177,8 +172,7 @@ def modules_loaded_by(code: str) -> set[str]:
     """Modules that the code loads in a new interpreter, beyond those of an empty one."""
     quietly = "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit)"
     loaded, before = (
-        run_python(f"import contextlib, io, sys\n{quietly}:\n    {line}\nprint(*sys.modules)")
-        for line in (code, "pass")
+        in_child(f"import contextlib, io, sys\n{quietly}:\n    {line}\nprint(*sys.modules)") for line in (code, "pass")
     )
     return set(loaded.split()) - set(before.split())
 

@@ -1,24 +1,15 @@
 """bench.scaling records what FSDP and DDP exchange, on a fake process group."""
 
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
+from bench import scaling
 from plainvit.names import configure
 from plainvit.planning.cost import parameters
 
-ROOT = Path(__file__).parent.parent
 RANKS = 8
 
 
-@pytest.fixture
-def scaling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT))
-    return __import__("bench.scaling", fromlist=["scaling"])
-
-
-def test_fsdp_gathers_weights_twice_and_scatters_gradients_once(scaling: ModuleType) -> None:
+def test_fsdp_gathers_weights_twice_and_scatters_gradients_once() -> None:
     config = configure("ViT-Ti/16")
     found, weights = scaling.record_fsdp(config, RANKS), 4 * parameters(config)
     names = [name for name, _ in found.collectives]
@@ -29,14 +20,14 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients_once(scaling: ModuleT
     assert found.sent(RANKS) == pytest.approx(sent, rel=0.01)
 
 
-def test_ddp_reduces_every_gradient_once(scaling: ModuleType) -> None:
+def test_ddp_reduces_every_gradient_once() -> None:
     config = configure("ViT-Ti/16")
     found, weights = scaling.list_ddp(config), 4 * parameters(config)
     assert sum(size for _, size in found.collectives) == weights
     assert found.sent(RANKS) == pytest.approx(2 * weights * (RANKS - 1) / RANKS)
 
 
-def test_communication_is_exposed_below_the_batch_that_hides_it(scaling: ModuleType) -> None:
+def test_communication_is_exposed_below_the_batch_that_hides_it() -> None:
     config = configure("ViT-H/14")
     traffic = scaling.list_ddp(config)
     batch = scaling.find_hiding_batch(config, "ddp", RANKS, traffic)

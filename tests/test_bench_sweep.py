@@ -3,23 +3,17 @@
 import argparse
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from bench import sweep
+
 CANDIDATES: dict[str, Any] = {
     "plain": {},
     "bad": {"init": "missing.safetensors"},
     "larger batch": {"batch": 128},
 }
-
-
-@pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT))
-    return __import__("bench.sweep", fromlist=["sweep"])
 
 
 def result(top1: float) -> dict[str, float]:
@@ -31,12 +25,12 @@ def make_table(**scores: dict[str, float]) -> dict[str, Any]:
     return {"recipe": "digits", "candidates": rows}
 
 
-def test_longer_runs_rank_before_shorter_ones(sweep: ModuleType) -> None:
+def test_longer_runs_rank_before_shorter_ones() -> None:
     table = make_table(a={"10s": 0.9}, b={"10s": 0.5, "30s": 0.6}, c={"10s": 0.4, "30s": 0.7}, d={})
     assert sweep.rank(table) == ["c", "b", "a"]
 
 
-def test_finished_rounds_are_not_repeated(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_rounds_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = {name: {"seed": index} for index, name in enumerate("abcd")}
     table = make_table(a={"1s": 0.1}, b={"1s": 0.4}, c={"1s": 0.3}, d={"1s": 0.2})
     for name, row in table["candidates"].items():
@@ -57,7 +51,7 @@ def test_finished_rounds_are_not_repeated(sweep: ModuleType, monkeypatch: pytest
     assert sweep.rank(table)[0] == "c"
 
 
-def test_every_candidate_is_a_valid_run(sweep: ModuleType) -> None:
+def test_every_candidate_is_a_valid_run() -> None:
     for settings in sweep.CANDIDATES.values():
         config = sweep.configure("cifar10", settings, "", "cpu")
         assert config.batch == settings.get("batch", config.batch)
@@ -65,7 +59,7 @@ def test_every_candidate_is_a_valid_run(sweep: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_and_its_winner_on_digits(sweep: ModuleType, tmp_path: Path, capsys: Any) -> None:
+def test_a_sweep_and_its_winner_on_digits(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "candidates.json").write_text(json.dumps(CANDIDATES))
     common = ["digits", "--table", str(tmp_path / "table.json"), "--device", "cpu", "--runs", str(tmp_path / "runs")]
     sweep.main([*common, "--candidates", str(tmp_path / "candidates.json"), "--seconds", "1", "--minutes", "3"])

@@ -1,25 +1,18 @@
 """The documentation site: links, generated pages, snippets next to other libraries, and the whole build (slow)."""
 
 import dataclasses
-import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import generate
 import pytest
 from test_readme import DOCS, PAGES
 
 from plainvit.cli import COMMANDS, TASKS
 from plainvit.commands.flags import list_flags
 from plainvit.config import Config
-
-
-@pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(DOCS))
-    return importlib.import_module("generate")
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:
@@ -33,7 +26,7 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert listed == pages - {"index"}
 
 
-def test_the_command_page_covers_every_command_and_flag(generate: ModuleType) -> None:
+def test_the_command_page_covers_every_command_and_flag() -> None:
     page = generate.make_cli_page()
     assert re.findall(r"^## (.+)$", page, re.M) == list(TASKS)
     sections = dict(re.findall(r"^### `plainvit ([\w ]+)`\n(.*?)(?=^##|\Z)", page, re.S | re.M))
@@ -43,7 +36,7 @@ def test_the_command_page_covers_every_command_and_flag(generate: ModuleType) ->
         assert [flag.option for flag in flags if f"| `{flag.option}` |" not in text] == [], name
 
 
-def test_the_config_page_covers_every_setting(generate: ModuleType) -> None:
+def test_the_config_page_covers_every_setting() -> None:
     page = generate.make_config_page()
     assert [name for name in (field.name for field in dataclasses.fields(Config)) if f"| `{name}` |" not in page] == []
     rows = re.findall(r"^\| `[^|]+\|[^|]+\|([^|]+)\|", page.replace("\\|", "/"), re.M)

@@ -185,6 +185,11 @@ def test_bench_measures_every_format_and_the_accuracy(tmp_path: Path) -> None:
     assert rows[0].top1 == rows[2].top1 == right.any(1).mean()
 
 
+def test_bench_of_int8_needs_photos() -> None:
+    with pytest.raises(ValueError, match="--data"):
+        measure(Predictor(vit(torch.float32)), ["torch", "onnx int8"], [1], None, 0.1)
+
+
 IMPORTS = """import socket, sys
 asked = []
 socket.getaddrinfo = lambda host, *rest, **options: asked.append(host) or []

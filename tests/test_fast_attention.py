@@ -8,13 +8,12 @@ is loaded), in fp32 and fp16: bf16 needs a GPU.
 """
 
 import itertools
-import json
 import math
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -117,21 +116,19 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_padding(case: dict[str, Any]) -> dict[str, Any]:
+def keeps_padding(N: int, heads: int, d: int) -> bool:
     """Whether the memory after the last token's gradient keeps what was there."""
-    N, heads, d = case["tokens"], case["heads"], case["width"]
     qkv, grad = normal(1, N, 3 * heads * d), normal(1, N, heads * d, seed=1)
     tokens, lse = ours.run_forward(qkv, heads, ours.TILES[d].forward)
     room, delta = torch.full((1, N + 64, 3 * heads * d), 7.0), torch.full((1, heads, N + 64), 7.0)
     ours.run_queries(grad, qkv, tokens, lse, delta.view(-1), room[:, :N], heads, Launch(64, 64))
     ours.run_keys(grad, qkv, lse, delta.view(-1), room[:, :N], heads, Launch(32, 64))
-    return {"kept": bool((room[:, N:] == 7).all() and (delta.view(-1)[heads * N :] == 7).all())}
+    return bool((room[:, N:] == 7).all() and (delta.view(-1)[heads * N :] == 7).all())
 
 
-def operator(case: dict[str, Any]) -> dict[str, Any]:
-    """PyTorch's own checks of a custom operator, and its export with any batch."""
-    heads, d = case["heads"], case["width"]
-    qkv = normal(2, case["tokens"], 3 * heads * d).requires_grad_()
+def check_operator(N: int, heads: int, d: int) -> tuple[set[str], float, list[str]]:
+    """PyTorch's own checks of a custom operator; the error and the operators of its export with any batch."""
+    qkv = normal(2, N, 3 * heads * d).requires_grad_()
     checks = torch.library.opcheck(torch.ops.plainvit.short_attention.default, (qkv, heads, qkv[0, 0].detach()))
 
     class Layer(torch.nn.Module):
@@ -141,66 +138,32 @@ def operator(case: dict[str, Any]) -> dict[str, Any]:
     layer = Layer()
     batch = torch.export.Dim("batch", min=1, max=64)
     program = torch.export.export(layer, (qkv.detach(),), dynamic_shapes=({0: batch},))
-    inputs = [normal(B, case["tokens"], 3 * heads * d, seed=B) for B in (3, 1)]
+    inputs = [normal(B, N, 3 * heads * d, seed=B) for B in (3, 1)]
     names = [node.target.__name__ for node in program.graph.nodes if node.op == "call_function"]
-    return {
-        "checks": checks,
-        "error": max(error(program.module()(x), layer(x).double()) for x in inputs),
-        "in graph": "short_attention.default" in names,
-    }
+    return set(checks.values()), max(error(program.module()(x), layer(x).double()) for x in inputs), names
 
 
-def model(case: dict[str, Any]) -> dict[str, Any]:
+def compute_qkv_gradients(by_kernel: bool) -> dict[str, Tensor]:
     """The gradients of a model's q, k and v, by our kernels or without."""
-    made = plainvit.create("ViT-Ti/16", 5, 32, depth=2, width=64, heads=case["heads"], mlp_dim=64, seed=0).train()
+    made = plainvit.create("ViT-Ti/16", 5, 32, depth=2, width=64, heads=2, mlp_dim=64, seed=0).train()
     torch.nn.init.normal_(made.head.weight, generator=torch.Generator().manual_seed(0))
-    modules.is_faster = lambda *_: case["ours"]
+    modules.is_faster = lambda *_: by_kernel
     accelerate(made)(normal(3, 3, 32, 32)).square().sum().backward()
-    return {name: parameter.grad.double().tolist() for name, parameter in made.named_parameters() if "qkv" in name}
+    return {name: parameter.grad.double() for name, parameter in made.named_parameters() if "qkv" in name}
 
 
-def run_cases() -> None:
-    """Cases by standard input, results by standard output."""
-    torch.set_num_threads(1)
-    jobs: dict[str, Callable[..., Any]] = {job.__name__: job for job in (compare, check_padding, operator, model)}
-    for line in sys.stdin:
-        case = json.loads(line)
-        print("RESULT", json.dumps(jobs[case.get("job", "compare")](case)), flush=True)
-
-
-class Interpreter:
-    """A child with the interpreter, asked one case at a time."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"TRITON_INTERPRET": "1"},
-        )
-
-    def ask(self, **case: Any) -> dict[str, Any]:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(case) + "\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                return json.loads(line.removeprefix("RESULT "))
-        raise AssertionError(f"the child ended with {self.process.wait()} on {case}")
+Interpret = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
+def interpret() -> Iterator[Interpret]:
+    """Calls functions of this file in a child with the interpreter."""
     pytest.importorskip("triton")
-    made = Interpreter()
-    yield made
-    assert made.process.stdin
-    assert made.process.stdout
-    made.process.stdin.close()
-    made.process.wait(20)
-    made.process.stdout.close()
+    with ProcessPoolExecutor(1, get_context("spawn")) as child:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            child.submit(torch.set_num_threads, 1).result()  # starts it
+        yield lambda function, *arguments: child.submit(function, *arguments).result()
 
 
 def check(result: dict[str, Any], tolerance: float = 5e-6) -> None:
@@ -225,9 +188,9 @@ every_shape = pytest.mark.parametrize(
 
 
 @every_shape
-def test_equals_explicit_softmax(interpreter: Interpreter, tokens: int, width: int) -> None:
+def test_equals_explicit_softmax(interpret: Interpret, tokens: int, width: int) -> None:
     heads, batch = (3, 2) if tokens < 65 else (1, 1)
-    check(interpreter.ask(tokens=tokens, width=width, heads=heads, batch=batch))
+    check(interpret(compare, {"tokens": tokens, "width": width, "heads": heads, "batch": batch}))
 
 
 SLOW = pytest.mark.slow
@@ -247,20 +210,20 @@ STRIDES = ("tokens first", "slice", "every second column")  # read in place; wha
     ],
     ids=str,
 )
-def test_dtypes_strides_and_extreme_logits(interpreter: Interpreter, case: dict[str, Any], tolerance: float) -> None:
-    check(interpreter.ask(width=64, heads=2, **case), tolerance)
+def test_dtypes_strides_and_extreme_logits(interpret: Interpret, case: dict[str, Any], tolerance: float) -> None:
+    check(interpret(compare, case | {"width": 64, "heads": 2}), tolerance)
 
 
-def test_nothing_is_written_past_the_tokens(interpreter: Interpreter) -> None:
-    assert interpreter.ask(job="check_padding", tokens=70, heads=2, width=64)["kept"]
+def test_nothing_is_written_past_the_tokens(interpret: Interpret) -> None:
+    assert interpret(keeps_padding, 70, 2, 64)
 
 
 @pytest.mark.slow
-def test_operator_passes_pytorchs_checks_and_exports(interpreter: Interpreter) -> None:
-    result = interpreter.ask(job="operator", tokens=9, heads=2, width=32)
-    assert set(result["checks"].values()) == {"SUCCESS"}
-    assert result["error"] <= 1e-5
-    assert result["in graph"]
+def test_operator_passes_pytorchs_checks_and_exports(interpret: Interpret) -> None:
+    checks, difference, operators = interpret(check_operator, 9, 2, 32)
+    assert checks == {"SUCCESS"}
+    assert difference <= 1e-5
+    assert "short_attention.default" in operators
 
 
 # Without it -----------------------------------------------------------------------------------------------------------
@@ -292,13 +255,12 @@ def test_unfit_names_the_unsupported_property() -> None:
         assert words in (reason or "")
 
 
-def test_qkv_gradients_of_a_model(interpreter: Interpreter) -> None:
-    actual, right = (interpreter.ask(job="model", heads=2, ours=ours) for ours in (True, False))
+def test_qkv_gradients_of_a_model(interpret: Interpret) -> None:
+    actual, right = interpret(compute_qkv_gradients, True), interpret(compute_qkv_gradients, False)
     assert len(actual) == 4
     for name, gradient in actual.items():
-        expected = torch.tensor(right[name])
-        assert error(torch.tensor(gradient), expected) < 2e-5, name
-        assert expected.abs().max() > 1e-3, name
+        assert error(gradient, right[name]) < 2e-5, name
+        assert right[name].abs().max() > 1e-3, name
 
 
 def test_small_inputs_use_pytorch_unless_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +390,3 @@ def test_gpu_tensors_beyond_32_bit_offsets() -> None:
     assert torch.equal(out[-1:], short_attention(alone, 12))
     (actual,) = torch.autograd.grad(out, qkv, grad.expand_as(out).contiguous())
     assert torch.equal(actual[-1:], torch.autograd.grad(short_attention(alone, 12), alone, grad)[0])
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -9,13 +9,12 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,16 @@ from tiny import vit
 from torch import Tensor
 
 import plainvit
-from plainvit.commands.serve import serve
+from bench import serve_faults
+from bench.clients import find_port
+from plainvit.commands.serve import LimitFlags, serve
 from plainvit.config import About
 from plainvit.evaluate.predictor import Predictor
-from plainvit.serve.app import FILES
+from plainvit.serve.app import FILES, Application
 from plainvit.serve.batcher import Batcher, DeadlineError
 from plainvit.serve.requests import Limits
-from plainvit.serve.server import TOKEN, check_access, split_name
+from plainvit.serve.server import TOKEN, bind_port, check_access, make_server, split_name
+from plainvit.serve.service import Service
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -216,44 +218,31 @@ def test_an_image_past_its_deadline_is_dropped_without_computing_it() -> None:
     assert [images.tolist() for images in computed] == [[[1.0]]]
 
 
-GATED_SERVER = """
-import sys, time
-from pathlib import Path
-from plainvit.evaluate.predictor import Predictor
-from plainvit.serve.app import Application
-from plainvit.serve.server import bind_port, make_server
-from plainvit.serve.requests import Limits
-from plainvit.serve.service import Service
-
-class Gated(Predictor):
-    def logits(self, images):
-        while not Path(sys.argv[2]).exists():
-            time.sleep(0.01)
-        return super().logits(images)
-
-limits = Limits(max_batch=4, deadline=60)
-app = Application([Service("gated", Gated(sys.argv[1], device="cpu"), limits)])
-make_server(app, limits).run(sockets=[bind_port("127.0.0.1", 0)])
-"""
+def serve_gated(source: Path, port: int, gate: Any) -> None:
+    limits, predictor = Limits(max_batch=4, deadline=60), Predictor(source, device="cpu")
+    backend = Gated(predictor)
+    backend.gate = gate
+    app = Application([Service("gated", predictor, limits, backend)])  # pyright: ignore[reportArgumentType]
+    make_server(app, limits).run(sockets=[bind_port("127.0.0.1", port)])
 
 
-def test_sigterm_answers_everything_accepted_and_closes_the_port_first(predictor: Predictor, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", GATED_SERVER, str(predictor.source), str(tmp_path / "gate")]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
-        ThreadPoolExecutor(32) as clients,
-    ):
-        assert process.stdout
-        address = next(line for line in process.stdout if line.startswith("serving on ")).split()[-1]
-        ask = functools.partial(httpx.post, f"{address}/predict", timeout=60, trust_env=False)
+def test_sigterm_answers_everything_accepted_and_closes_the_port_first(predictor: Predictor) -> None:
+    port, context = find_port(), get_context("spawn")
+    gate = context.Event()
+    process = context.Process(target=serve_gated, args=(predictor.source, port, gate), daemon=True)
+    process.start()
+    ask = functools.partial(httpx.post, f"http://127.0.0.1:{port}/predict", timeout=60, trust_env=False)
+    metrics = functools.partial(httpx.get, f"http://127.0.0.1:{port}/metrics", trust_env=False)
+    wait_until(lambda: not is_refused(metrics))
+    with ThreadPoolExecutor(32) as clients:
         found = [clients.submit(ask, content=one) for one in photos(32)]
-        metrics = functools.partial(httpx.get, f"{address}/metrics", trust_env=False)
         wait_until(lambda: read_waiting(metrics().text) == 32)
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         wait_until(lambda: is_refused(metrics))
-        (tmp_path / "gate").touch()
+        gate.set()
         assert [one.result().status_code for one in found] == [200] * 32
-        assert process.wait(30) == -signal.SIGTERM
+    process.join(30)
+    assert process.exitcode == -signal.SIGTERM
 
 
 def read_waiting(text: str) -> int:
@@ -309,37 +298,23 @@ def many_scans() -> bytes:
     return data[:-2] + scan * 1000 + data[-2:]
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (png_of(7_000, 7_000), 413),
-        (png_of(12_000, 12_000), 413),
-        (png_of(30_000, 30_000), 413),
-        (many_scans(), 422),
-        (many_frames(), 422),
-        (many_webp_frames(), 200),
-        (large_text(), 422),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415),
-        (b"%!PS-Adobe-3.0 EPSF-3.0", 415),
-        (b"%PDF-1.7", 415),
-        (b"\x89PNG\r\n\x1a\n", 422),
-        (b"II*\0" + bytes(100), 415),
-    ],
-    ids=[
-        "7000 px",
-        "12000 px",
-        "30000 px",
-        "scans",
-        "frames",
-        "WebP frames",
-        "text",
-        "svg",
-        "eps",
-        "pdf",
-        "cut",
-        "tiff",
-    ],
-)
+BOMBS = {
+    "7000 px": (png_of(7_000, 7_000), 413),
+    "12000 px": (png_of(12_000, 12_000), 413),
+    "30000 px": (png_of(30_000, 30_000), 413),
+    "scans": (many_scans(), 422),
+    "frames": (many_frames(), 422),
+    "WebP frames": (many_webp_frames(), 200),
+    "text": (large_text(), 422),
+    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415),
+    "eps": (b"%!PS-Adobe-3.0 EPSF-3.0", 415),
+    "pdf": (b"%PDF-1.7", 415),
+    "cut": (b"\x89PNG\r\n\x1a\n", 422),
+    "tiff": (b"II*\0" + bytes(100), 415),
+}
+
+
+@pytest.mark.parametrize(("body", "status"), BOMBS.values(), ids=BOMBS)
 def test_bombs_and_other_formats_are_rejected_before_pixels_are_allocated(
     server: Running, body: bytes, status: int
 ) -> None:
@@ -473,11 +448,9 @@ def test_a_client_that_does_not_read_its_answers_is_cut_off(predictor: Predictor
 
 
 @pytest.mark.slow
-def test_a_minute_of_load_and_overload_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))
-    faults = __import__("bench.serve_faults", fromlist=["main"])
+def test_a_minute_of_load_and_overload_loses_nothing(tmp_path: Path) -> None:
     flags = ["--minutes", "0.5", "--seconds", "10", "--sockets", "50", "--json", str(tmp_path / "found.json")]
-    faults.main(["--data", str(real_data()), *flags])
+    serve_faults.main(["--data", str(real_data()), *flags])
     found = json.loads((tmp_path / "found.json").read_text())["results"]
     assert set(found["load"]["statuses"]) == {"200"}
     assert found["load"]["lost"] == found["load"]["swapped"] == 0
@@ -498,7 +471,8 @@ def test_other_machines_need_a_token_or_an_explicit_flag(monkeypatch: pytest.Mon
         with pytest.raises(ValueError, match="--host"):
             check_access(host, False)
     assert check_access("0.0.0.0", True) == ("", ())
-    assert check_access("127.0.0.1", False)[0] == ""
+    assert check_access("127.0.0.2", False)[0] == ""
+    assert {"localhost", "127.0.0.2"} <= set(check_access("127.0.0.2", False)[1])  # accepted Host headers
     monkeypatch.setenv(TOKEN, "secret")
     assert check_access("0.0.0.0", False) == ("secret", ())
 
@@ -541,6 +515,10 @@ def test_metrics_count_requests_images_and_batches(predictor: Predictor) -> None
 def test_openapi_describes_every_route(server: Running) -> None:
     described = set(json.loads(server.client.get("/openapi.json").text)["paths"])
     assert described == set(server.app.routes) - set(FILES)
+
+
+def test_the_flags_have_the_defaults_of_the_limits() -> None:
+    assert Limits(**vars(LimitFlags())) == Limits()
 
 
 def test_a_name_is_given_or_the_last_part_of_the_path() -> None:

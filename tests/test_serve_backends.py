@@ -1,6 +1,6 @@
 """What computes a served model: the fastest backend that agrees with PyTorch in fp32, and the answers it gives."""
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +16,15 @@ from plainvit.serve.backends import choose_backend
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the exporters' own deprecations
 
 
-@pytest.fixture
-def predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(backends, "SECONDS", 0.01)
-    plainvit.save(vit(torch.float32), tmp_path / "model.safetensors")
-    return Predictor(tmp_path / "model.safetensors", device="cpu")
+@pytest.fixture(scope="module")
+def predictor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Predictor]:
+    """Its exports are written once and opened by all tests."""
+    folder = tmp_path_factory.mktemp("model")
+    plainvit.save(vit(torch.float32), folder / "model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(backends, "SECONDS", 0.01)
+        yield Predictor(folder / "model.safetensors", device="cpu")
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -49,6 +52,14 @@ def test_a_backend_that_disagrees_is_not_used(predictor: Predictor, monkeypatch:
     for name in ("openvino", "onnx"):
         with pytest.raises(ValueError, match="bf16"):
             choose_backend(predictor, name, "bf16")
+
+
+def test_the_same_weights_with_another_activation_are_exported_again(predictor: Predictor) -> None:
+    choose_backend(predictor, "onnx", "fp32")
+    other = vit(torch.float32, activation="relu")
+    other.load_state_dict(predictor.model.state_dict())
+    changed = Predictor(other, device="cpu")
+    assert backends.measure_difference(choose_backend(changed, "onnx", "fp32")[1], changed) < 1e-5
 
 
 @pytest.mark.parametrize("kind", [("onnx", "fp32"), ("openvino", "fp32"), ("openvino", "bf16")])

@@ -26,6 +26,15 @@ window.fetch = async (path, options) => {
     return quick(path, options);
 };"""
 
+LATE_FIRST_PREDICTION = """const quick = window.fetch;
+let predictions = 0;
+window.fetch = async (path, options) => {
+    if (!path.startsWith("/predict") || predictions++) return quick(path, options);
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+    setTimeout(() => { document.body.dataset.late = "yes"; }, 100);
+    return Response.json({ results: [{ predictions: [{ label: "stale", probability: 1, class: 0 }] }] });
+};"""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -66,9 +75,12 @@ class Visit:
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(address)
 
-    def give(self, some: list[bytes]) -> None:
+    def choose(self, *some: bytes) -> None:
         files = [{"name": f"{at}.jpg", "mimeType": "image/jpeg", "buffer": one} for at, one in enumerate(some)]
         self.page.set_input_files("#files", files)
+
+    def give(self, some: list[bytes]) -> None:
+        self.choose(*some)
         self.page.wait_for_selector("#predictions li")
         self.page.locator("#map-words", has_text="Where attention").wait_for()
 
@@ -155,9 +167,30 @@ def test_a_broken_photo_and_a_missing_token_are_explained(browser: Any, predicto
         visit.page.fill("#token", "secret")
         visit.page.click("#token-form button")
         visit.page.locator("#model-name", has_text="tiny").wait_for()
-        visit.page.set_input_files("#files", [{"name": "a.jpg", "mimeType": "image/jpeg", "buffer": b"nothing"}])
+        visit.choose(b"nothing")
         visit.page.wait_for_selector("#error:not([hidden])")
-        assert "a.jpg: the format is not supported" in visit.page.inner_text("#error")
+        assert "0.jpg: the format is not supported" in visit.page.inner_text("#error")
+        visit.context.close()
+
+
+def test_the_page_says_why_there_is_no_map(browser: Any, predictor: Predictor) -> None:
+    with serving(predictor) as server:
+        visit = Visit(browser, server.address)
+        visit.page.route("**/explain*", lambda route: route.fulfill(status=404, json={"error": "turned off"}))
+        visit.choose(*photos(1))
+        visit.page.locator("#map-words", has_text="turned off").wait_for(timeout=5000)
+        visit.context.close()
+
+
+def test_responses_of_the_model_before_are_not_shown(browser: Any, predictor: Predictor) -> None:
+    with serving(predictor) as server:
+        visit = Visit(browser, server.address)
+        visit.page.add_init_script(LATE_FIRST_PREDICTION)
+        visit.page.reload()
+        visit.choose(*photos(1))
+        visit.page.dispatch_event("#model", "change")  # as if another one was chosen
+        visit.page.wait_for_selector("body[data-late]")
+        assert "stale" not in visit.page.locator("#predictions bdi").all_inner_texts()
         visit.context.close()
 
 

@@ -1,7 +1,6 @@
 """Ray Serve: two replicas, one killed under load, and every request is answered."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from children import in_child
 from pictures import encode, photo
 from starlette.routing import Route
 from starlette.testclient import TestClient
 from tiny import vit
 
 import plainvit
+from bench.clients import find_port
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.ray_app import Gateway, Replica
 
@@ -89,18 +90,11 @@ def test_the_gateway_sends_a_request_to_another_replica_if_one_dies(
 @pytest.mark.slow
 def test_a_replica_killed_under_load_loses_no_request(tmp_path: Path) -> None:
     pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     plainvit.save(vit(torch.float32), tmp_path / "model.safetensors")
     image = encode(photo(60, 80), "JPEG")
     (tmp_path / "photo.jpg").write_bytes(image)
-    command = [sys.executable, "-c", CODE, str(tmp_path / "model.safetensors"), str(tmp_path / "photo.jpg"), str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    files = str(tmp_path / "model.safetensors"), str(tmp_path / "photo.jpg")
+    found = json.loads(in_child(CODE, *files, str(find_port())).splitlines()[-1])
     assert found["statuses"] == [200] * 160
     expected = Predictor(tmp_path / "model.safetensors", device="cpu")([image], k=1)[0][0].probability
     assert found["answers"] == [round(expected, 4)]

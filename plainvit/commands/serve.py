@@ -114,7 +114,7 @@ def bench(
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags:
-    """What a server loads: fields of `plainvit.serve.server.Settings`."""
+    """Options of `plainvit.serve.server.load_app`."""
 
     #: Library that runs the model; auto measures the installed ones and takes the fastest
     backend: Literal["auto", "torch", "onnx", "openvino"] = "auto"
@@ -171,6 +171,5 @@ def serve(
     from plainvit.serve.requests import Limits
 
     token, hosts = server.check_access(host, no_auth)
-    settings = server.Settings(models=models, limits=Limits(**vars(limits)), **vars(flags))
     with server.bind_port(host, port) as bound:
-        server.run(settings, bound, token=token, hosts=hosts)
+        server.run(bound, models, Limits(**vars(limits)), token=token, hosts=hosts, **vars(flags))

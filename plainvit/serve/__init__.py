@@ -22,15 +22,11 @@ EXTRAS = {
 
 
 def require(extra: str, *modules: str) -> None:
-    """Raises ValueError with the install command if a module of an optional dependency is missing."""
+    """Raises ValueError with the install command if a module is missing; keeps the modules from sending telemetry."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} is not installed: run `pip install {EXTRAS[extra]}`")
-    turn_off_telemetry()
-
-
-def turn_off_telemetry() -> None:
-    """Keeps ONNX Runtime (1.31) and `import openvino` (2026) from reporting to Microsoft and Google Analytics."""
+    # Without these, ONNX Runtime (1.31) reports to Microsoft, and `import openvino` (2026) to Google Analytics
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore - an import fails: openvino then sends nothing
 

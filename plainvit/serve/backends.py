@@ -9,22 +9,24 @@ in `load(optimise=True)`, bf16 is tried on CPUs that are faster at it. On a GPU,
 
 import hashlib
 import importlib.util
-import itertools
 import json
 import logging
 import statistics
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from plainvit.config import to_json
 from plainvit.device import cache_folder
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models.fast.inference import TOLERANCE, cpu_computes_bf16
 from plainvit.serve.export import export, time_call
-from plainvit.serve.formats import SUFFIXES, describe, open_graph
+from plainvit.serve.formats import SUFFIXES, Graph, describe, open_graph
 
+Backend = Predictor | Graph
 Name = Literal["auto", "torch", "onnx", "openvino"]
+Precision = Literal["auto", "fp32", "bf16"]
 RUNTIMES: dict[str, tuple[str, ...]] = {
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "openvino": ("onnx", "onnxscript", "openvino"),
@@ -33,15 +35,8 @@ BATCH, SECONDS = 8, 1.0  # of the measurement of each backend
 log = logging.getLogger("plainvit")
 
 
-class Backend(Protocol):
-    """The methods that a batcher calls, such as those of a Predictor."""
-
-    def logits(self, images: Tensor) -> Tensor: ...
-    def features(self, images: Tensor) -> Tensor: ...
-
-
 def choose_backend(
-    predictor: Predictor, name: Name = "auto", precision: Literal["auto", "fp32", "bf16"] = "auto"
+    predictor: Predictor, name: Name = "auto", precision: Precision = "auto"
 ) -> tuple[str, Backend, dict[str, float]]:
     """The fastest of the allowed backends: its name, the backend, and images/s of all that were measured."""
     if predictor.device != "cpu":
@@ -52,14 +47,14 @@ def choose_backend(
     kinds = ["torch", *installed] if name == "auto" else [name]
     precisions = [precision] if precision != "auto" else ["fp32", "bf16"] if cpu_computes_bf16() else ["fp32"]
     backends: dict[str, Backend] = {}
-    reason = ""
-    for kind, dtype in itertools.product(kinds, precisions):
+    reason = "ONNX Runtime computes in fp32 only"
+    pairs = [(kind, dtype) for kind in kinds for dtype in precisions if (kind, dtype) != ("onnx", "bf16")]
+    for kind, dtype in pairs:
         try:
             backends[f"{kind} {dtype}"] = open_backend(predictor, kind, dtype)
         except (ValueError, RuntimeError) as error:  # the other backends still work
             reason = str(error).splitlines()[0]
-            if (kind, dtype) != ("onnx", "bf16"):
-                log.warning("backend %s %s is not used: %s", kind, dtype, reason)
+            log.warning("backend %s %s is not used: %s", kind, dtype, reason)
     if not backends:
         raise ValueError(f"--backend {name} --precision {precision} cannot be used: {reason}")
     measured = backends if len(backends) > 1 else {}
@@ -70,12 +65,11 @@ def choose_backend(
 
 def open_backend(predictor: Predictor, kind: str, precision: str) -> Backend:
     """Opens the export of this model in the cache folder, or writes it first. bf16 must agree with fp32."""
-    if (kind, precision) == ("onnx", "bf16"):
-        raise ValueError("ONNX Runtime computes in fp32 only")
     if kind == "torch":
         backend = predictor if precision == "fp32" else Predictor(predictor.model, precision="bf16")
     else:
-        key = json.dumps([describe(predictor), torch.__version__], sort_keys=True)
+        settings = to_json(predictor.model.config)  # the same weights may run with another activation
+        key = json.dumps([describe(predictor), settings, torch.__version__], sort_keys=True)
         folder = cache_folder() / "exports" / hashlib.sha256(key.encode()).hexdigest()[:16]
         file = folder / f"model{SUFFIXES[kind]}"
         if not file.is_file():

@@ -109,8 +109,7 @@ class Batcher:
         """Outputs of a batch. If the model fails, each half is tried alone, so that only the images at fault fail."""
         try:
             outputs = self.compute(torch.stack(images)).cpu()
-            if not bool(outputs.isfinite().all()):
-                check_finite(outputs, lambda _: "this image")
+            check_finite(outputs, lambda _: "this image")
             return list(outputs.unbind())
         except BaseException as error:  # also SystemExit: nobody may wait for a row that never comes
             if len(images) == 1:

@@ -76,17 +76,16 @@ def load_photos(predictor: Predictor, data: str, data_root: Path | None, count: 
 def measure(
     predictor: Predictor, formats: Sequence[str], batches: Sequence[int], photos: Photos | None, seconds: float
 ) -> list[Row]:
-    rows = []
+    """The rows of each format, such as "torch", "onnx" or "onnx int8"."""
+    if photos is None and any(kind.endswith("int8") for kind in formats):
+        raise ValueError("--int8 needs photos to measure activations on: use --data")
+    rows, images = [], photos.images if photos else None
     with TemporaryDirectory(prefix="plainvit-bench-") as name:
         folder = Path(name)
-        save(predictor.model, folder / "model.safetensors")
+        weights = save(predictor.model, folder / "model.safetensors")
         for kind in formats:
-            form, _, int8 = kind.partition(" ")
-            if int8 and photos is None:
-                raise ValueError("--int8 needs photos to measure activations on: use --data")
-            file = folder / "model.safetensors"
+            file, (form, _, int8) = weights, kind.partition(" ")
             if form != "torch":
-                images = photos.images if photos and int8 else None
                 written, _ = export(predictor, images, [form], folder, int8=bool(int8), verify=False)  # pyright: ignore
                 file = written[-1]  # the graph, after its weights
             with multiprocessing.get_context("spawn").Pool(1) as pool:

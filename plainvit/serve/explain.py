@@ -55,18 +55,16 @@ class Explainer:
         except ValueError as error:
             return explanation | {"missing_maps": str(error)}
         maps = attention_maps(model, batch)[0]  # [L, H, h, w]
-        explanation |= {"layers": maps.shape[0], "heads": maps.shape[1], "grid": list(maps.shape[2:])}
         with_mean = torch.cat((maps.mean(1, keepdim=True), maps), 1)  # [L, 1 + H, h, w]
-        explanation |= {
+        target = None if label is None else torch.tensor([label])
+        return explanation | {
+            "layers": maps.shape[0],
+            "heads": maps.shape[1],
+            "grid": list(maps.shape[2:]),
             "attention": pack_maps(with_mean),
             "rollout": pack_maps(rollout(model, batch)),
-            "relevance": None,
+            "relevance": pack_maps(relevance(model, batch, target)) if self.predictor.classes else None,
         }
-        if self.predictor.classes:
-            explanation["relevance"] = pack_maps(
-                relevance(model, batch, None if label is None else torch.tensor([label]))
-            )
-        return explanation
 
     def describe_confidence(self, probability: float) -> dict[str, Any] | None:
         """How often predictions of similar probability were right; None without evaluated photos."""

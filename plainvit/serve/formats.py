@@ -58,10 +58,6 @@ class ExportModule(nn.Module):
         return (features,) if self.model.head is None else (logits, features)  # pyright: ignore[reportReturnType]
 
 
-def output_names(model: ViT | ResNet) -> list[str]:
-    return ["features"] if model.head is None else ["logits", "features"]
-
-
 def describe(predictor: Predictor, uint8: bool = True) -> dict[str, Any]:
     """The metadata of an export: all that a program needs to turn a photo into a named class."""
     return {
@@ -71,7 +67,7 @@ def describe(predictor: Predictor, uint8: bool = True) -> dict[str, Any]:
         "image_size": list(predictor.size),
         "preprocess": to_json(predictor.preprocess),
         "class_names": list(predictor.class_names),
-        "outputs": output_names(predictor.model),
+        "outputs": ["logits", "features"] if predictor.classes else ["features"],
     }
 
 
@@ -81,11 +77,9 @@ def trace_program(model: nn.Module, uint8: bool = True) -> ExportedProgram:
         raise ValueError(f"{type(model).__name__} models cannot be exported: only the models of plainvit can")
     module = ExportModule(copy.deepcopy(model).cpu().float()).eval()
     _fold_standardisation(module)
-    images = torch.zeros(
-        2, model.config.channels, *model.config.image_size, dtype=torch.uint8 if uint8 else torch.float32
-    )
+    size, dtype = (2, model.config.channels, *model.config.image_size), torch.uint8 if uint8 else torch.float32
     with torch.no_grad(), _explicit_formulas(model):
-        return torch.export.export(module, (images,), dynamic_shapes=({0: Dim("batch")},))
+        return torch.export.export(module, (torch.zeros(size, dtype=dtype),), dynamic_shapes=({0: Dim("batch")},))
 
 
 def _fold_standardisation(module: nn.Module) -> None:
@@ -134,17 +128,12 @@ def write_graph(program: ExportedProgram, path: Path, kind: Format, about: dict[
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
 
-def write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
+def write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any], *, external_data: bool = False) -> None:
+    """One file, or with `external_data` a graph and a file with its weights, which may be of any size."""
     require("export", "onnx", "onnxscript")
     size = sum(weight.nbytes for weight in program.state_dict.values())
-    if size > ONNX_LIMIT:
-        raise ValueError(
-            f"--format onnx holds at most 2 GB of weights, this model has {size / 1e9:.1f} GB: use openvino"
-        )
-    _save_onnx(program, path, about, external_data=False)
-
-
-def _save_onnx(program: ExportedProgram, path: Path, about: dict[str, Any], external_data: bool) -> None:
+    if size > ONNX_LIMIT and not external_data:
+        raise ValueError(f"--format onnx holds at most 2 GB of weights, this model has {size / 1e9:.1f}: use openvino")
     names = {"input_names": ["images"], "output_names": about["outputs"]}
     graph = torch.onnx.export(program, (), dynamo=True, opset_version=OPSET, verbose=False, **names)
     assert graph is not None
@@ -153,11 +142,11 @@ def _save_onnx(program: ExportedProgram, path: Path, about: dict[str, Any], exte
 
 
 def _write_openvino(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
-    """Through ONNX, with weights of any size; path.xml has the graph and path.bin the weights."""
-    require("export", "onnx", "onnxscript", "openvino")
+    """Through ONNX; path.xml has the graph and path.bin the weights."""
+    require("export", "openvino")
     with TemporaryDirectory(dir=path.parent) as folder:
         file = Path(folder) / "model.onnx"
-        _save_onnx(program, file, about, external_data=True)
+        write_onnx(program, file, about, external_data=True)
         convert_to_openvino(file, path, about)
 
 

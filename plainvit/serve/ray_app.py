@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from plainvit.serve import require
 from plainvit.serve.requests import Limits, read_body
-from plainvit.serve.server import TOKEN, Settings, load_app
+from plainvit.serve.server import TOKEN, load_app
 
 TRIES = 5  # replicas that may die during one request
 
@@ -26,8 +26,8 @@ class Replica:
     """One copy of the models and the application around them."""
 
     def __init__(self, models: list[str], backend: str, device: str) -> None:
-        settings = Settings(models=models, backend=backend, device=device)  # pyright: ignore[reportArgumentType]
-        self.app = load_app(settings, token=os.environ.get(TOKEN, ""))
+        options: Any = {"backend": backend, "device": device, "token": os.environ.get(TOKEN, "")}
+        self.app = load_app(models, Limits(), **options)
 
     async def respond(self, scope: dict[str, Any], body: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         """Status, headers and body of the response to one HTTP request."""
@@ -54,17 +54,12 @@ class Gateway:
         self.replicas, self.limits = replicas, Limits()
 
     async def __call__(self, request: Request) -> Response:
-        body = b""
-        try:
-            if request.method == "POST":
-                body = await read_body(request, self.limits)
-        except HTTPException as error:
-            return JSONResponse({"error": error.detail}, error.status_code)
-        return await self.forward(request, body)
-
-    async def forward(self, request: Request, body: bytes) -> Response:
         import ray  # pyright: ignore
 
+        try:
+            body = await read_body(request, self.limits) if request.method == "POST" else b""
+        except HTTPException as error:
+            return JSONResponse({"error": error.detail}, error.status_code)
         kept = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "root_path")
         scope = {name: request.scope[name] for name in kept if name in request.scope}
         for attempt in range(TRIES):
@@ -96,8 +91,6 @@ def build(arguments: Mapping[str, str]) -> Any:
         health_check_period_s=2,
     )
     bound = replicas.bind(models, arguments.get("backend", "auto"), arguments.get("device", "auto"))
-
-    gateway = serve.deployment(Gateway).options(
-        max_ongoing_requests=4 * limits.max_queue, ray_actor_options={"num_cpus": 0}
-    )
+    requests = 4 * limits.max_queue
+    gateway = serve.deployment(Gateway).options(max_ongoing_requests=requests, ray_actor_options={"num_cpus": 0})
     return gateway.bind(bound)

@@ -14,15 +14,14 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
 
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
-from plainvit.serve.backends import Name, choose_backend
+from plainvit.serve.backends import Name, Precision, choose_backend
 from plainvit.serve.explain import Explainer
 from plainvit.serve.metrics import Metrics
 from plainvit.serve.requests import Limits
@@ -34,20 +33,6 @@ GRACE = 30  # seconds for accepted requests after a signal
 log = logging.getLogger("plainvit")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What one server loads."""
-
-    models: Sequence[str]  # MODEL or NAME=MODEL
-    backend: Name = "auto"
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    device: str = "auto"
-    neighbours: str = ""
-    data_root: Path | None = None
-    no_explain: bool = False
-    limits: Limits = field(default_factory=Limits)
-
-
 def split_name(word: str) -> tuple[str, str]:
     """NAME=MODEL -> (NAME, MODEL); without NAME=, the name is the last part of the path."""
     name, equals, model = word.partition("=")
@@ -56,21 +41,33 @@ def split_name(word: str) -> tuple[str, str]:
     return Path(word).name.removesuffix(".safetensors") or word, word
 
 
-def load_app(settings: Settings, *, token: str = "", hosts: Sequence[str] = ()) -> Application:
-    """Loads every model and makes the application."""
+def load_app(
+    models: Sequence[str],
+    limits: Limits,
+    *,
+    backend: Name = "auto",
+    precision: Precision = "auto",
+    device: str = "auto",
+    neighbours: str = "",
+    data_root: Path | None = None,
+    no_explain: bool = False,
+    token: str = "",
+    hosts: Sequence[str] = (),
+) -> Application:
+    """Loads the models, each MODEL or NAME=MODEL, and makes the application; `plainvit serve --help` has the rest."""
     metrics, services, explainers = Metrics(), [], {}
-    names = [split_name(word) for word in settings.models]
+    names = [split_name(word) for word in models]
     if len({name for name, _ in names}) < len(names):
         raise ValueError("two models have the same name: use NAME=MODEL")
     for name, model in names:
-        exact = settings.precision == "fp32"  # else bf16 on a GPU; on a CPU the backends decide
-        predictor = Predictor(model, device=settings.device, precision="fp32" if exact else "auto")
-        chosen, backend, speeds = choose_backend(predictor, settings.backend, settings.precision)
+        exact = precision == "fp32"  # else bf16 on a GPU; on a CPU the backends decide
+        predictor = Predictor(model, device=device, precision="fp32" if exact else "auto")
+        chosen, compute, speeds = choose_backend(predictor, backend, precision)
         measured = ", ".join(f"{kind} {speed:.0f}" for kind, speed in speeds.items())
         print(f"{name}: backend {chosen}{f' (images/s: {measured})' if measured else ''}", flush=True)
-        services.append(Service(name, predictor, settings.limits, backend, metrics))
-        if not settings.no_explain:
-            explainers[name] = Explainer(predictor, settings.neighbours, settings.data_root)
+        services.append(Service(name, predictor, limits, compute, metrics))
+        if not no_explain:
+            explainers[name] = Explainer(predictor, neighbours, data_root)
     gc.collect()
     gc.freeze()  # a full collection would look at all objects of the libraries: a pause of 150 ms
     return Application(services, explainers, token=token, hosts=hosts)
@@ -85,7 +82,7 @@ def check_access(host: str, no_auth: bool) -> tuple[str, Sequence[str]]:
         raise ValueError(f"--host must be an IP address or localhost, got {host!r}") from error
     if not is_local and not token and not no_auth:
         raise ValueError(f"--host {host} lets other machines connect: set {TOKEN} to a secret, or give --no-auth")
-    return ("" if no_auth else token), (LOOPBACK if is_local else ())
+    return ("" if no_auth else token), ((*LOOPBACK, host) if is_local else ())
 
 
 def bind_port(host: str, port: int) -> socket.socket:
@@ -123,29 +120,27 @@ class DeadlineServer(uvicorn.Server):
 
     def _close_late_connections(self) -> None:
         now, limits = time.monotonic(), self.limits
-        connections = set(self.server_state.connections)
-        self.seen = {connection: state for connection, state in self.seen.items() if connection in connections}
-        for connection in connections:
-            request = getattr(connection, "cycle", None)
-            before, since = self.seen.get(connection, (None, now))
-            if before is not request or connection not in self.seen:
-                self.seen[connection] = request, now
-                continue
+        seen_before, self.seen = self.seen, {}
+        for connection in list(self.server_state.connections):
+            request = connection.cycle  # pyright: ignore[reportAttributeAccessIssue] - the http connection of uvicorn
+            before, since = seen_before.get(connection, (request, now))
+            since = since if before is request else now
+            self.seen[connection] = request, since
             if request is None:
                 limit = limits.header_seconds
             elif request.response_complete:
                 limit = limits.idle_seconds
             else:
                 limit = limits.body_seconds + limits.deadline + 5
-            if now - since >= limit and connection.transport:
+            if now - since >= limit:
                 connection.transport.abort()
 
 
-def run(settings: Settings, bound: socket.socket, *, token: str, hosts: Sequence[str]) -> None:
+def run(bound: socket.socket, models: Sequence[str], limits: Limits, **options: Any) -> None:
     """Serves until a signal comes. The threads of the libraries get the priority of the one that loads the models."""
     with ThreadPoolExecutor(1, initializer=lower_priority) as loader:
-        app = loader.submit(load_app, settings, token=token, hosts=hosts).result()
-    make_server(app, settings.limits).run(sockets=[bound])
+        app = loader.submit(load_app, models, limits, **options).result()
+    make_server(app, limits).run(sockets=[bound])
 
 
 def make_server(app: Application, limits: Limits) -> DeadlineServer:

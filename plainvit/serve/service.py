@@ -56,9 +56,8 @@ class Service:
         }
         threads = os.cpu_count() or 1
         self.slots = asyncio.Semaphore(threads)
-        self.decoders = ThreadPoolExecutor(
-            2 * threads, "decode", lower_priority
-        )  # some threads may be held by slow images
+        # More threads than slots, because some may be held by slow images
+        self.decoders = ThreadPoolExecutor(2 * threads, "decode", lower_priority)
 
     def _observe(self, images: int, seconds: float) -> None:
         rate = images / max(seconds, 1e-6)

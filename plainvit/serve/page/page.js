@@ -75,14 +75,18 @@ function addPhotos(files) {
 
 async function classify(photo) {
   const start = performance.now();
+  const maps = photo.maps; // replaced when another model is chosen
+  let result = null;
+  let failure = null;
   photo.error = photo.result = null;
   try {
-    photo.result = (await post("/predict", photo)).results[0];
-    photo.milliseconds = performance.now() - start;
-    choose(photo, 0);
+    result = (await post("/predict", photo)).results[0];
   } catch (error) {
-    photo.error = error.message;
+    failure = error.message;
   }
+  if (photo.maps !== maps) return; // the response of the model before
+  [photo.result, photo.error, photo.milliseconds] = [result, failure, performance.now() - start];
+  if (result) choose(photo, 0);
   photo.button.className = photo.error ? "failed" : "";
   if (state.selected === photo) show();
 }
@@ -161,18 +165,19 @@ async function explain(photo) {
   const key = photo.class ?? "";
   if (photo.error || !photo.result || photo.maps[key]) return;
   const ask = ++state.ask;
+  const maps = photo.maps;
   $("canvas").setAttribute("aria-busy", "true");
   try {
     const found = await post("/explain", photo, key === "" ? "" : `&class=${key}`);
     found.picture = new Image();
     found.picture.src = found.image;
     await found.picture.decode();
-    photo.maps[key] = found;
+    maps[key] = found;
+    if (state.selected === photo) draw();
   } catch (error) {
     if (ask === state.ask) $("map-words").textContent = error.message;
   }
   if (ask === state.ask) $("canvas").removeAttribute("aria-busy");
-  if (state.selected === photo) draw();
 }
 
 function draw() {
