@@ -270,6 +270,17 @@ def test_values_too_large_for_the_dtype_are_errors(tmp_path: Path, dtype: torch.
     assert "1e+300" in said
 
 
+def test_parts_of_several_dtypes_keep_every_value(tmp_path: Path) -> None:
+    """Queries, keys and values are one matrix of ours, which must hold the largest of them."""
+    start = "vit.encoder.layer.0.attention.attention."
+    query, key, value = (valid_weights("transformers")[f"{start}{part}.weight"] for part in ("query", "key", "value"))
+    mixed = {f"{start}query.weight": query.half(), f"{start}key.weight": key * 1e30}
+    path = store("transformers", valid_weights("transformers") | mixed, tmp_path)
+    loaded = plainvit.load(path, dtype=None, **HINTS).blocks[0].attention.qkv.weight
+    assert torch.equal(loaded, torch.cat((query.half().float(), key * 1e30, value)))
+    assert "key.weight" in expect_error(path, dtype=torch.float16, **HINTS)
+
+
 def test_two_names_for_one_weight_are_an_error(tmp_path: Path) -> None:
     """Prefixes and numbers that are taken off must not make one weight hide another."""
     timm = valid_weights("timm") | {"module.norm.bias": torch.ones(16)}
@@ -313,6 +324,21 @@ def test_billion_empty_layers_are_an_error(tmp_path: Path) -> None:
     arrays["params/Transformer/encoderblock/evil"] = np.empty((10**9, 0), np.float32)
     np.savez(tmp_path / "m.npz", **arrays)
     expect_error(tmp_path / "m.npz")
+
+
+def test_more_tokens_than_memory_can_hold_are_an_error(tmp_path: Path) -> None:
+    """Rotary angles are in no file, and the index of BEiT's biases grows with the square of the tokens."""
+    folder = plainvit.save(small(**TIMM | DINO), tmp_path / "DINOv3", format="transformers")
+    write(valid_weights("DINOv3"), folder / "model.safetensors")  # without plainvit's own description
+    config = json.loads((folder / "config.json").read_text())
+    for size in (160_000, 8 * 10**9):
+        (folder / "config.json").write_text(json.dumps(config | {"image_size": size}))
+        assert "tokens" in expect_error(folder)
+    beit = {"posemb": "bias", "pool": "average", "norm_pooled": True, "layer_scale": 0.1, "block_bias": "no_k"}
+    path = plainvit.save(small(**TIMM | beit), tmp_path / "m.pth", format="timm")
+    table = {"blocks.0.attn.relative_position_bias_table": torch.zeros(201 * 201 + 3, 2)}
+    write(torch.load(path, weights_only=True) | table, tmp_path / "beit.pth")
+    assert "tokens" in expect_error(tmp_path / "beit.pth")
 
 
 # Pickles --------------------------------------------------------------------------------------------------------------
@@ -791,6 +817,9 @@ def test_config_that_is_no_json_object_is_an_error(tmp_path: Path, format_: str,
             expect_error(write_folder(format_, tmp_path / "folder", file, text))
 
 
+# A hybrid whose stem would take hours to build
+HUGE_STEM = {"kind": "vit", "width": 16, "depth": 1, "heads": 2, "mlp_dim": 8, "patch": [8, 8], "image_size": [32, 32]}
+HUGE_STEM |= {"stem": {"kind": "resnet", "blocks": [10**8], "preactivation": False}}
 # Values that a field of a library's file cannot have
 NONSENSE: dict[tuple[str, str, str], tuple[Any, ...]] = {
     (*CONFIGS[0], "num_attention_heads"): (0, -2, 3, "x", [2], {}, 1.5, 10**30),
@@ -822,7 +851,7 @@ NONSENSE: dict[tuple[str, str, str], tuple[Any, ...]] = {
     (*CONFIGS[4], "about.preprocess.crop"): ("half",),
     (*CONFIGS[4], "about.class_names"): (3,),
     (*CONFIGS[4], "about.sources"): ("evil",),
-    (*CONFIGS[4], "config"): (REMOVED, []),
+    (*CONFIGS[4], "config"): (REMOVED, [], HUGE_STEM),
     (*CONFIGS[4], "config.kind"): (REMOVED, "cnn", [], "resnet"),
     (*CONFIGS[4], "config.evil"): (1,),
     (*CONFIGS[4], "config.width"): ("wide", 10**12, 7 * 10**12),

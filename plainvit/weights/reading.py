@@ -20,7 +20,7 @@ from plainvit.models.resample import choose_method, resize
 from plainvit.names import is_model
 from plainvit.weights import google, open_clip, own, timm, torchvision, transformers
 from plainvit.weights.files import RenamedTensors, Tensors, open_file, open_folder
-from plainvit.weights.layout import DetectedModel, build_model, join_names
+from plainvit.weights.layout import DetectedModel, build_model, check_size, join_names
 from plainvit.weights.pixels import Pixels, list_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
 from plainvit.weights.shapes import Hints
@@ -149,6 +149,7 @@ def inspect_weights(
         detected, tensors = (own.detect(tensors, path), tensors) if is_described else _detect(tensors, path, hints)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values of no format
         raise ValueError(f"{path} is not a valid model: {type(error).__name__}, {error}".replace("\n", " ")) from error
+    check_size(detected.config, tensors)
     set_pixels(detected, pixels)
     detected.notes += [] if is_described else list_assumptions(detected)
     detected.notes += unfinished
