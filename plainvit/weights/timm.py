@@ -4,7 +4,6 @@ Such a file does not contain its heads, nor the image size of a square grid; con
 does. Models that share the names but compute something that plainvit does not are rejected by the part.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from plainvit.weights.files import Tensors
 from plainvit.weights.layout import SAME, DetectedModel, Entry, Layout, Shapes, make_layout
 from plainvit.weights.limits import ANY, list_unlike, list_unlike_resnet
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
-from plainvit.weights.shapes import BLOCK, Hints, read_bit, read_vit, unsupported_model
+from plainvit.weights.shapes import BLOCK, Hints, check_names, read_bit, read_vit, unsupported_model
 from plainvit.weights.timm_architectures import (
     ACTIVATIONS,
     check_architecture,
@@ -75,24 +74,20 @@ def matches(tensors: Tensors) -> bool:
 
 def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> DetectedModel:
     """The model of a file with these names; `sidecar` is config.json as timm writes it for the hub."""
-    wrapper = getattr(tensors, "wrapper", None)  # None: not a PyTorch file; "": a bare state dict
-    for pattern, what in UNSUPPORTED_NAMES.items():
-        culprit = next((name for name in tensors.shapes if re.search(pattern, name)), None)
-        if culprit:
-            raise unsupported_model(what, culprit)
+    check_names(tensors.shapes, UNSUPPORTED_NAMES)
     if "stem.conv.weight" in tensors.shapes:
         return _detect_bit(tensors, sidecar)
-    detected = _detect_vit(tensors, hints, sidecar, _find_family(tensors, wrapper, sidecar))
-    if detected.family == "DeiT III" and wrapper != "model":  # DeiT III's code saves "model"
+    detected = _detect_vit(tensors, hints, sidecar, _find_family(tensors, sidecar))
+    if detected.family == "DeiT III" and tensors.wrapper != "model":  # DeiT III's code saves "model"
         detected.sources["rotary"] = "assumed: none; some of timm's ViTs with rotary positions have the same names"
     return detected
 
 
 def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
     published = sidecar.get("pretrained_cfg") or {}
-    culprit = next((name for name in tensors.shapes if re.search(r"running_mean$|^stem\.norm\.", name)), None)
-    if culprit or "stages.0.blocks.0.conv3.weight" not in tensors.shapes:
-        raise unsupported_model("a ResNet that is not BiT", culprit or "stem")
+    check_names(tensors.shapes, {r"running_mean$|^stem\.norm\.": "a ResNet that is not BiT"})
+    if "stages.0.blocks.0.conv3.weight" not in tensors.shapes:
+        raise unsupported_model("a ResNet that is not BiT", "no stages.0.blocks.0.conv3.weight")
     check_architecture(str(sidecar.get("architecture") or ""))
     layout = make_layout("timm BiT", tensors.shapes)
     size = published.get("input_size") or (3, 224, 224)
@@ -110,7 +105,7 @@ def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
     return DetectedModel("timm", config, layout, sources, preprocess, read_class_names(sidecar))
 
 
-def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, Any]) -> tuple[str, str]:
+def _find_family(tensors: Tensors, sidecar: Mapping[str, Any]) -> tuple[str, str]:
     """(family, reason). The family decides the normalisation of pixels, which the weights do not show."""
     names, rotary = tensors.shapes, _assume_rotary(tensors.shapes)
     if sidecar.get("pretrained_cfg"):
@@ -128,15 +123,15 @@ def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, An
             return family, reason
     if "mask_token" in names:
         return "MAE", "it has a mask token"
-    if wrapper in ("teacher", "student"):
-        return "DINO", f"its weights are under {wrapper!r}"
-    if wrapper == "model":
+    if tensors.wrapper in ("teacher", "student"):
+        return "DINO", f"its weights are under {tensors.wrapper!r}"
+    if tensors.wrapper == "model":
         headless = "head.weight" not in names
         table = tensors.read("pos_embed") if "pos_embed" in names else None
         if "fc_norm.weight" in names or (headless and table is not None and not table[0, 0].any()):
             return "MAE", "its weights are under 'model', with fixed positions or an averaged head"
         return "DeiT", "its weights are under 'model', as in DeiT's files"
-    if wrapper == "" and "head.weight" not in names:
+    if tensors.wrapper == "" and "head.weight" not in names:
         return "DINO", "assumed: a bare PyTorch file without a head"
     return "timm", "assumed: timm's names without config.json"
 

@@ -15,7 +15,7 @@ from plainvit.disk import read_json
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import FIRST, DetectedModel, Layout, Shapes, make_layout, read_shapes
 from plainvit.weights.limits import list_unlike, list_unlike_resnet
-from plainvit.weights.shapes import BLOCK, Hints, read_vit, unsupported_model
+from plainvit.weights.shapes import BLOCK, Hints, check_names, read_vit, unsupported_model
 from plainvit.weights.transformers_files import (
     FIXED,
     KINDS,
@@ -34,11 +34,10 @@ from plainvit.weights.transformers_files import (
 PATCH_KERNELS = tuple(dict.fromkeys(make_layout(kind.section)["embedding.weight"].names[0] for kind in KINDS.values()))
 OWN_PREFIXES = tuple({kind.prefix for kind in KINDS.values()} - {""})
 UNSUPPORTED_NAMES = {
-    "encoder.relative_position_bias.": "BEiT with one relative position bias for all layers",
-    "rope_embeddings.inv_freq": "a ViT with rotary positions that plainvit does not know",
-    "head.cls_token": "AIMv2 with an attention pooling head",
-    "shared_position_bias.": "BEiT with one relative position bias for all layers",
-    "attention.relative_position_bias_table": "a vision model with relative positions that is not BEiT",
+    r"encoder\.relative_position_bias\.|shared_position_bias\.": "BEiT with one relative position bias for all layers",
+    r"rope_embeddings\.inv_freq": "a ViT with rotary positions that plainvit does not know",
+    r"head\.cls_token": "AIMv2 with an attention pooling head",
+    r"attention\.relative_position_bias_table": "a vision model with relative positions that is not BEiT",
 }
 # (end of a name, the class that has such names), the first that a file has; for kernels that several classes share
 SIGNS = {
@@ -132,10 +131,7 @@ def _is_empty(name: str, shapes: Shapes) -> bool:
 
 
 def _check_supported(kind: Kind, layout: Layout, shapes: Shapes, kernel: str, config: Mapping[str, Any]) -> None:
-    for pattern, what in UNSUPPORTED_NAMES.items():
-        culprit = next((name for name in shapes if pattern in name), None)
-        if culprit and not (pattern == "head.cls_token" and kind.name != "AIMv2"):
-            raise unsupported_model(what, culprit)
+    check_names(shapes, UNSUPPORTED_NAMES)
     if len(shapes[kernel]) == 2 and kind.name == "SigLIP":
         raise unsupported_model("SigLIP2 NaFlex, for images of any shape", f"{kernel} of two dimensions")
     needed = [] if kind.name in ("SigLIP", "I-JEPA", "AIMv2") else ["class_token"]

@@ -243,12 +243,10 @@ def write_torch(path: Path, value: object) -> None:
 
 
 def _write_npz(path: Path, out: dict[str, Tensor]) -> None:
-    arrays: dict[str, Any] = {name: _as_numpy(tensor) for name, tensor in out.items()}
+    arrays: dict[str, Any] = {
+        # bfloat16 as big_vision stores it
+        name: tensor.view(torch.uint16).numpy().view("V2") if tensor.dtype is torch.bfloat16 else tensor.numpy()
+        for name, tensor in out.items()
+    }
     with path.open("wb") as file:
         np.savez(file, **arrays)
-
-
-def _as_numpy(tensor: Tensor) -> np.ndarray:
-    if tensor.dtype is torch.bfloat16:  # as big_vision stores it
-        return tensor.view(torch.uint16).numpy().view("V2")
-    return tensor.numpy()
