@@ -83,25 +83,14 @@ def test_attention_weights_equal_the_softmax(name: str) -> None:
     for layer, block in enumerate(model.blocks):
         x = before + model.positions[layer].table if model.config.posemb_at == "every" else before
         x = block.norm1(x) if model.config.norm == "pre" else x
-        expected = explicit_weights(x, block.attention, model.config.prefix)
+        weights = reference.weights_of(block.attention)
+        expected = reference.attention_weights(x.detach().double().numpy(), weights, 4, model.config.prefix)
         A = trace[f"block{layer}/attention"]
         assert A.dtype is torch.float32
         assert np.abs(A.detach().numpy() - expected).max() < 1e-5
         heads = expected @ trace[f"block{layer}/values"].detach().numpy()
         assert np.abs(trace[f"block{layer}/heads"].detach().numpy() - heads).max() < 1e-4
         before = trace[f"block{layer}/tokens"]
-
-
-def explicit_weights(x: Tensor, attention: torch.nn.Module, prefix: int) -> np.ndarray:
-    weights = reference.weights_of(attention)
-    q, k, _ = reference.split_heads(x.detach().double().numpy(), weights, heads=4)
-    logits = q @ k.transpose(0, 1, 3, 2)
-    if "relative.table" in weights:
-        n = q.shape[2] - prefix
-        for i in range(n):
-            keys = weights["relative.table"][[i - j + n - 1 for j in range(n)]]
-            logits[:, :, prefix + i, prefix:] += q[:, :, prefix + i] @ keys.T
-    return reference.softmax(logits / np.sqrt(q.shape[-1]))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
