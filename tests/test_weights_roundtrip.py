@@ -376,12 +376,6 @@ def test_misspelt_words_name_the_nearest(tmp_path: Path, arguments: dict[str, An
 ONE: dict[str, Any] = {"depth": 1, "image_size": 32}
 
 
-def one_hybrid() -> Any:
-    base = configure("R50x1+ViT-B/16", classes=7)
-    settings = tiny.SHAPE | {"depth": 1, "patch": 1, "image_size": 32}
-    return tiny.filled(base.replace(stem=base.stem.replace(blocks=(1, 1)), **settings), torch.float32)
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "ViT": exact(**ONE),
     "hidden layer": exact(representation=20, **ONE),
@@ -390,7 +384,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "attention pooling": exact(pool="attention", **ONE),
     "2-D positions": tanh(posemb="2d", **ONE),
     "relative positions": tanh(posemb="relative", **ONE),
-    "hybrid": one_hybrid,
+    "hybrid": partial(tiny.hybrid, torch.float32, blocks=(1, 1), image_size=(32, 32), depth=1),
     "BiT": partial(tiny.bit, torch.float32, (1, 1)),
 }
 
