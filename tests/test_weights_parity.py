@@ -154,11 +154,11 @@ def test_timm_folder_states_the_activation(tmp_path: Path, activation: str, dist
     assert gap(model, from_folder(plainvit.save(model, tmp_path / "folder", format="timm"))) < CLOSE
 
 
-def timm_folder(folder: Path, arguments: dict[str, Any], config: dict[str, Any] | None = None) -> nn.Module:
+def timm_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
     """A folder as timm itself writes it for the hub, of a model that is not of the architecture's own shape."""
     peer = timm.create_model("vit_base_patch16_224", **arguments).double().eval()
     scramble(peer)
-    save_for_hf(peer, str(folder), config, arguments, safe_serialization=True)
+    save_for_hf(peer, str(folder), model_args=arguments, safe_serialization=True)
     return peer
 
 
@@ -189,14 +189,10 @@ def test_timm_folder_states_grid_and_pooling(tmp_path: Path, arguments: dict[str
 
 def test_timm_folder_has_pixels_and_class_names(tmp_path: Path) -> None:
     names = ["tench", "goldfish", "shark", "ray", "cock", "hen", "ostrich"]
-    peer = timm_folder(tmp_path, FOLDER, {"label_names": list(names)})
-    peer.pretrained_cfg |= {
-        "mean": (0.1, 0.2, 0.3),
-        "std": (0.4, 0.5, 0.6),
-        "crop_pct": 0.7,
-        "interpolation": "lanczos",
-    }
-    save_for_hf(peer, str(tmp_path), {"label_names": list(names)}, FOLDER, safe_serialization=True)
+    peer = timm_folder(tmp_path, FOLDER)
+    peer.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "crop_pct": 0.7}
+    peer.pretrained_cfg |= {"interpolation": "lanczos"}
+    save_for_hf(peer, str(tmp_path), {"label_names": names}, FOLDER, safe_serialization=True)
     model = check(tmp_path, peer, heads=4)
     assert (model.config.mean, model.config.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert (model.about.preprocess.crop, model.about.preprocess.interpolation) == (0.7, "lanczos")

@@ -128,6 +128,14 @@ def test_missing_text_head_is_an_error(tmp_path: Path) -> None:
         plainvit.load(path, text_head=tmp_path / "missing.safetensors")
 
 
+def test_other_classes_are_not_supported_with_a_text_head(tmp_path: Path) -> None:
+    """A new head of zeros as wide as the embeddings would be taken for timm's projection."""
+    peer = make("CLIP", tmp_path / "tower")
+    head = write_head(tmp_path / "n.safetensors", **describe(peer))
+    with pytest.raises(ValueError, match="--classes"):
+        plainvit.load(tmp_path / "tower", classes=16, text_head=head)
+
+
 def test_classifier_is_no_image_text_tower(tmp_path: Path) -> None:
     path = plainvit.save(tiny.vit(torch.float32), tmp_path / "m.safetensors")
     with pytest.raises(ValueError, match="classifier of 7 classes"):

@@ -103,6 +103,8 @@ def load(
         raise ValueError(f"optimise must be True, False or 'fp8', got {optimise!r}")
     resample, text_head = options.pop("resample", None), options.pop("text_head", None)
     dtype = options.pop("dtype", torch.float32)
+    if text_head is not None and classes is not None:
+        raise ValueError("--classes is not supported with --text-head, whose class names are the classes: remove it")
     detected, tensors = inspect_weights(source, image_size=image_size, **options)
     tensors.check()
     model = build_model(detected, tensors, dtype)
