@@ -144,14 +144,32 @@ def from_folder(folder: Path) -> nn.Module:
     return timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "gelu_sigmoid", "relu"])
-@pytest.mark.parametrize("distillation", [False, True])
-def test_timm_folder_states_the_activation(tmp_path: Path, activation: str, distillation: bool) -> None:
-    model = tiny.vit(
-        torch.float32, numerics="timm", activation=activation, distillation=distillation, mlp_dim=488, width=56
-    )
+SWIGLU: dict[str, Any] = {"gated": True, "activation": "silu"}
+DINOV3: dict[str, Any] = {"rotary": "dinov3", "posemb": "none", "posemb_prefix": "none", "norm_eps": 1e-5}
+# Models that only their config.json says how to compute
+OURS: list[dict[str, Any]] = [
+    *({"activation": activation} for activation in ("gelu", "gelu_tanh", "gelu_sigmoid", "relu")),
+    {"activation": "relu", "distillation": True},
+    SWIGLU,
+    SWIGLU | {"layer_scale": 0.1},
+    {"block_bias": "no_k"},
+    {"block_bias": "no_k", "rotary": "eva02"},
+    {"block_bias": "no_k", "rotary": "eva02", "norm_inner": "mlp"} | SWIGLU,
+    {"block_bias": "no_k"} | DINOV3,
+    {"block_bias": "no_qkv", "layer_scale": 0.1} | DINOV3 | SWIGLU,
+    {"rotary": "axial", "layer_scale": 0.1},
+]
+
+
+@pytest.mark.parametrize("settings", OURS)
+def test_written_timm_folder_says_how_to_compute_the_model(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = tiny.vit(torch.float32, numerics="timm", **{"mlp_dim": 488, "width": 56, "heads": 7} | settings)
     assert int(56 * (488 / 56)) == 487  # timm computes int(width * ratio), which must not lose one
-    assert gap(model, from_folder(plainvit.save(model, tmp_path / "folder", format="timm"))) < CLOSE
+    folder = plainvit.save(model, tmp_path / "folder", format="timm")
+    assert gap(model, from_folder(folder)) < CLOSE
+    write(safetensors.torch.load_file(folder / "model.safetensors"), folder / "model.safetensors")
+    config = plainvit.load(folder).config  # without plainvit's own description
+    assert config == model.config.replace(layer_scale=config.layer_scale, posemb_prefix=config.posemb_prefix)
 
 
 def timm_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:

@@ -11,12 +11,14 @@ from typing import Any
 from plainvit.config import Model, Preprocess, ResNetConfig, ViTConfig, nearest
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import SAME, DetectedModel, Entry, Layout, Shapes, make_layout
-from plainvit.weights.limits import ANY, list_unlike, list_unlike_resnet
+from plainvit.weights.limits import list_unlike, list_unlike_resnet
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
 from plainvit.weights.shapes import BLOCK, Hints, check_names, read_bit, read_vit, unsupported_model
 from plainvit.weights.timm_architectures import (
     ACTIVATIONS,
+    SUPPORTED,
     check_architecture,
+    choose_kind,
     choose_name_parts,
     load_architectures,
     read_class_names,
@@ -240,6 +242,8 @@ def _read_numerics(
     known = load_architectures().get(name)
     if known:
         numerics = {key: value for key, value in known.items() if key != "heads"}
+        if numerics["activation"] in ("gelu", "silu"):  # timm's gated MLPs have SiLU, those from model_args too
+            numerics["activation"] = "silu" if settings["gated"] else "gelu"
         sources = dict.fromkeys(numerics, f"config.json: timm's {name}")
     else:
         numerics, sources = _assume_numerics(settings, family)
@@ -286,16 +290,14 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
         return
     if config.activation != ("silu" if config.gated else "gelu"):
         yield "activation", "timm uses the exact GELU (SiLU if gated) for a bare file; a folder can state another"
-    any_value = "registers distillation layer_scale norm_pooled posemb_prefix stem gated qk_norm norm_kind norm_inner"
-    has: dict[str, Any] = dict.fromkeys(f"{any_value} norm_final rotary norm_embedding block_bias".split(), ANY)
-    has |= {"pool": ("token", "average", "attention"), "posemb": ("none", "1d", "bias")}
-    has |= {"norm_eps": (1e-5 if has_coarse_norms(vars(config)) else 1e-6,)}
-    yield from list_unlike(config, "timm", **has, embedding_bias=(config.norm_embedding != "tokens",))
+    eps, kind = 1e-5 if has_coarse_norms(vars(config)) else 1e-6, choose_kind(config)
+    bias = (config.norm_embedding != "tokens",)
+    yield from list_unlike(config, f"timm's {kind}", **SUPPORTED[kind], norm_eps=(eps,), embedding_bias=bias)
     if config.posemb == "bias" and config.grid[0] != config.grid[1]:
         yield "image_size", "timm loads BEiT for square images only"
     if config.registers and config.posemb_prefix == "class":
         yield "registers", "timm gives positions to all tokens before the patches or to none"
-    if config.distillation and (config.registers or config.posemb_prefix == "none"):
-        yield "distillation", "timm's distilled DeiT has no registers, and positions for both tokens"
+    if config.distillation and config.posemb_prefix == "none":
+        yield "distillation", "timm's distilled DeiT has positions for both tokens"
     if config.pool == "average" and config.class_token and not config.norm_pooled and not uses_eva(config):
         yield "pool", "timm normalises the pooled vector if it averages next to a class token"

@@ -52,6 +52,7 @@ SIGNS = {
     "embeddings.cls_token": "ViT",
 }
 PROCESSOR = "the image processor's config"  # source of the settings of `read_processor`
+SQUARE = ("CLIP", "SigLIP", "DINOv2", "DINOv2 with registers", "BEiT", "AIMv2")  # classes for square images alone
 ASSUMED = {"CLIP": "activation", "I-JEPA": "norm_eps"}  # defaults from which published weights differ
 # Weights of pre-training and of text towers
 LEFT_OUT = ("embeddings.mask_token", "decoder.", "lm_head.", "embeddings.position_ids")
@@ -239,11 +240,21 @@ def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
         yield "pre_logits", f"{library} has no hidden layer before its classifier"
     if kind.name in ("CLIP", "SigLIP", "DINOv3", "AIMv2") and config.classes:
         yield "head", f"{library} has no classifier of these features: load with classes=0"
-    if kind.name.startswith("DINOv2") and config.classes and config.pool != "token+average":
-        yield "pool", "transformers' DINOv2 classifies the class token next to the mean of the patches"
-    if kind.name == "BEiT" and config.grid[0] != config.grid[1]:
-        yield "image_size", "transformers' BEiT mixes up the rows and columns of images that are not square"
+    if kind.name in SQUARE and config.image_size[0] != config.image_size[1]:
+        yield "image_size", f"{library} takes square images"
+    if kind.name == "SigLIP" and config.class_token:
+        yield "pool", "transformers' SigLIP has no class token"
     if kind.name == "DeiT" and config.registers > 1:
         yield "registers", "transformers' DeiT has one token besides the class token"
-    if kind.name.startswith("DINOv2") and find_mlp_ratio(config) is None:
-        yield "mlp_dim", "transformers' DINOv2 has MLPs that are a whole multiple of its width, or two thirds of one"
+    if config.distillation and not config.classes:
+        yield "distillation", "transformers' DeiT without a classifier reads its class token alone"
+    if kind.name.startswith("DINOv2"):
+        if (config.pool == "token+average") != (config.classes > 0):
+            yield "pool", "transformers' DINOv2 reads the class token, and its classifier the mean of the patches too"
+        if find_mlp_ratio(config) is None:
+            yield (
+                "mlp_dim",
+                "transformers' DINOv2 has MLPs that are a whole multiple of its width, or two thirds of one",
+            )
+        if config.gated and config.activation != "silu":
+            yield "activation", "transformers' DINOv2 has SiLU in gated MLPs"
