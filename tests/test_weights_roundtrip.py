@@ -258,6 +258,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("transformers", DINOV2 | {"image_size": (24, 40)}, "image_size"),
     ("transformers", {"pool": "attention", "classes": 0}, "pool"),
     ("transformers", {"distillation": True, "classes": 0}, "distillation"),
+    ("transformers", {"posemb": "bias", "block_bias": "no_k", "layer_scale": 0.1, "pool": "average"}, "pool"),
 ]
 
 

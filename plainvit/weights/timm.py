@@ -297,7 +297,5 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
         yield "image_size", "timm loads BEiT for square images only"
     if config.registers and config.posemb_prefix == "class":
         yield "registers", "timm gives positions to all tokens before the patches or to none"
-    if config.distillation and config.posemb_prefix == "none":
-        yield "distillation", "timm's distilled DeiT has positions for both tokens"
     if config.pool == "average" and config.class_token and not config.norm_pooled and not uses_eva(config):
         yield "pool", "timm normalises the pooled vector if it averages next to a class token"

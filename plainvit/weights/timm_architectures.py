@@ -79,7 +79,7 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "RoPE-ViT": _EVA | {"block_bias": ("all",)},
     "PE": _EVA | {"pool": _VIT["pool"], "block_bias": ("all",), "norm_embedding": ("tokens",), "norm_final": ANY},
     "EVA": _EVA,
-    "DeiT": {"distillation": ANY, "posemb_prefix": ANY, "layer_scale": ANY},
+    "DeiT": {"distillation": ANY, "posemb_prefix": ("class", "all"), "layer_scale": ANY},
     "AIMv2": _VIT | {"norm_kind": ("rms",), "norm_embedding": ("patches",), "block_bias": ("none",), "gated": (True,)},
     "BEiT-3": _VIT | {"norm_inner": ANY, "block_bias": ("all",)},
     "CLIP": _VIT | {"norm_embedding": ("tokens",)},
@@ -115,7 +115,7 @@ def list_in_sidecar(config: Model) -> tuple[str, ...]:
 
 
 def _has_split_qkv(config: ViTConfig) -> bool:
-    return uses_eva(config) and config.rotary == "eva02" and config.norm_inner != "none"
+    return config.rotary == "eva02" and config.norm_inner != "none"
 
 
 def choose_name_parts(config: ViTConfig) -> tuple[str, ...]:

@@ -244,6 +244,8 @@ def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
         yield "image_size", f"{library} takes square images"
     if kind.name == "SigLIP" and config.class_token:
         yield "pool", "transformers' SigLIP has no class token"
+    if kind.name == "BEiT" and (config.pool == "average") != config.norm_pooled:
+        yield "pool", "transformers' BEiT reads the class token, or normalises the mean of the patches"
     if kind.name == "DeiT" and config.registers > 1:
         yield "registers", "transformers' DeiT has one token besides the class token"
     if config.distillation and not config.classes:
