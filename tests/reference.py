@@ -1,6 +1,6 @@
 """The models' arithmetic in NumPy float64, written from the papers and sharing no code with plainvit.
 
-Slow and literal on purpose: sums over the places of a kernel, loops over queries. Weights come as a dictionary of
+Slow and literal on purpose: sums over the places of a kernel, loops over patches. Weights come as a dictionary of
 arrays in plainvit's names; [B, N, D] are tokens, [B, C, H, W] images and feature maps.
 """
 
@@ -54,30 +54,23 @@ def split_heads(x: Array, weights: Weights, heads: int) -> tuple[Array, Array, A
     return q, k, v
 
 
-def attention(x: Array, weights: Weights, heads: int) -> Array:
+def attention_weights(x: Array, weights: Weights, heads: int, prefix: int = 0) -> Array:
+    """Eqs. 6 and 7 [B, H, N, N]. Relative positions are a second key for each pair of patches, by their offset."""
+    q, k, _ = split_heads(x, weights, heads)
+    logits = q @ k.transpose(0, 1, 3, 2)
+    if "relative.table" in weights:
+        patches = x.shape[1] - prefix
+        for i in range(patches):
+            keys = weights["relative.table"][[i - j + patches - 1 for j in range(patches)]]
+            logits[:, :, prefix + i, prefix:] += q[:, :, prefix + i] @ keys.T
+    return softmax(logits / np.sqrt(q.shape[-1]))
+
+
+def attention(x: Array, weights: Weights, heads: int, prefix: int = 0) -> Array:
     """Eqs. 5 to 8."""
-    q, k, v = split_heads(x, weights, heads)
-    A = softmax(q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1]))
-    return linear((A @ v).transpose(0, 2, 1, 3).reshape(x.shape), weights, "out")
-
-
-def relative_attention(x: Array, weights: Weights, heads: int, prefix: int) -> Array:
-    """Attention with 1-D relative keys between patches: a double loop over queries and keys."""
-    q, k, v = split_heads(x, weights, heads)
-    table, (B, H, N, d) = weights["relative.table"], q.shape
-    patches = N - prefix
-    result = np.zeros((B, N, H, d))
-    for b in range(B):
-        for h in range(H):
-            for i in range(N):
-                logits = np.zeros(N)
-                for j in range(N):
-                    key = k[b, h, j].copy()
-                    if i >= prefix and j >= prefix:
-                        key += table[i - j + patches - 1]
-                    logits[j] = q[b, h, i] @ key / np.sqrt(d)
-                result[b, i, h] = softmax(logits) @ v[b, h]
-    return linear(result.reshape(B, N, H * d), weights, "out")
+    _, _, v = split_heads(x, weights, heads)
+    mixed = attention_weights(x, weights, heads, prefix) @ v
+    return linear(mixed.transpose(0, 2, 1, 3).reshape(x.shape), weights, "out")
 
 
 def mlp(x: Array, weights: Weights) -> Array:
@@ -90,27 +83,14 @@ def block(x: Array, weights: Weights, heads: int, attend: Callable[..., Array] =
     return x + mlp(layer_norm(x, weights, "norm2"), under(weights, "mlp."))
 
 
-def along_rows(grid: tuple[int, int]) -> Callable[..., Array]:
-    """Attention among the tokens of one row, row after row."""
+def along(axis: str, grid: tuple[int, int]) -> Callable[..., Array]:
+    """Attention among the tokens of one row (or column), one after the other."""
+    tokens = np.arange(grid[0] * grid[1]).reshape(grid)
 
     def attend(x: Array, weights: Weights, heads: int) -> Array:
-        h, w = grid
         result = np.empty_like(x)
-        for r in range(h):
-            places = [r * w + c for c in range(w)]
-            result[:, places] = attention(x[:, places], weights, heads)
-        return result
-
-    return attend
-
-
-def along_columns(grid: tuple[int, int]) -> Callable[..., Array]:
-    def attend(x: Array, weights: Weights, heads: int) -> Array:
-        h, w = grid
-        result = np.empty_like(x)
-        for c in range(w):
-            places = [r * w + c for r in range(h)]
-            result[:, places] = attention(x[:, places], weights, heads)
+        for line in tokens if axis == "row" else tokens.T:
+            result[:, line] = attention(x[:, line], weights, heads)
         return result
 
     return attend

@@ -83,25 +83,14 @@ def test_attention_weights_equal_the_softmax(name: str) -> None:
     for layer, block in enumerate(model.blocks):
         x = before + model.positions[layer].table if model.config.posemb_at == "every" else before
         x = block.norm1(x) if model.config.norm == "pre" else x
-        expected = explicit_weights(x, block.attention, model.config.prefix)
+        weights = reference.weights_of(block.attention)
+        expected = reference.attention_weights(x.detach().double().numpy(), weights, 4, model.config.prefix)
         A = trace[f"block{layer}/attention"]
         assert A.dtype is torch.float32
         assert np.abs(A.detach().numpy() - expected).max() < 1e-5
         heads = expected @ trace[f"block{layer}/values"].detach().numpy()
         assert np.abs(trace[f"block{layer}/heads"].detach().numpy() - heads).max() < 1e-4
         before = trace[f"block{layer}/tokens"]
-
-
-def explicit_weights(x: Tensor, attention: torch.nn.Module, prefix: int) -> np.ndarray:
-    weights = reference.weights_of(attention)
-    q, k, _ = reference.split_heads(x.detach().double().numpy(), weights, heads=4)
-    logits = q @ k.transpose(0, 1, 3, 2)
-    if "relative.table" in weights:
-        n = q.shape[2] - prefix
-        for i in range(n):
-            keys = weights["relative.table"][[i - j + n - 1 for j in range(n)]]
-            logits[:, :, prefix + i, prefix:] += q[:, :, prefix + i] @ keys.T
-    return reference.softmax(logits / np.sqrt(q.shape[-1]))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -149,21 +138,26 @@ def test_recorded_tensors_have_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "meant"),
-    [("blok0/attention", "block0/attention"), ("block3/tokens", "block0/tokens"), ("logit", "logits")],
+    ("trace", "words"),
+    [
+        (Trace("pooled", "blok0/attention"), "blok0/attention.*nearest: .*block0/attention"),
+        (Trace("pooled", "block3/tokens"), "block3/tokens.*nearest: .*block0/tokens"),
+        (Trace("logit"), "logit.*nearest: .*logits"),
+        (Trace("block0/attention", heads=[4]), "0 to 3"),
+        (Trace("block0/attention", heads=[0, -1]), "0 to 3"),
+    ],
 )
-def test_unknown_name_is_an_error_with_the_nearest_before_the_forward_pass(pattern: str, meant: str) -> None:
+def test_invalid_trace_is_an_error_before_the_forward_pass(trace: Trace, words: str) -> None:
     model = tiny.vit(torch.float32)
     model.embedding.register_forward_hook(lambda *_: pytest.fail("the model ran"))
-    with pytest.raises(ValueError, match=rf"{pattern}.*nearest: .*{meant}"):
-        model(images_for(model), Trace("pooled", pattern))
+    with pytest.raises(ValueError, match=words):
+        model(images_for(model), trace)
 
 
-@pytest.mark.parametrize("heads", [[4], [-1], [0, 9]])
-def test_heads_out_of_range_are_errors(heads: list[int]) -> None:
-    model = tiny.vit(torch.float32)
-    with pytest.raises(ValueError, match="0 to 3"):
-        model(images_for(model), Trace("block0/attention", heads=heads))
+def test_resnet_has_no_heads_to_choose() -> None:
+    model = tiny.bit(torch.float32)
+    with pytest.raises(ValueError, match="no attention heads"):
+        model(images_for(model), Trace("*", heads=[0]))
 
 
 @pytest.mark.parametrize("make", [MODELS["plain"], MODELS["BiT"]], ids=["ViT", "BiT"])
@@ -193,26 +187,17 @@ def test_features_are_what_the_head_reads(name: str) -> None:
     assert tiny.difference(read, model(images)) < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "BiT" not in name])
-def test_features_of_chosen_blocks_are_their_tokens(name: str) -> None:
-    model, trace = MODELS[name](), Trace("block*/tokens")
-    images, last = images_for(model), len(model.blocks) - 1
+@every_model
+def test_features_of_chosen_layers_are_those_of_the_trace(make: Any) -> None:
+    """Blocks of a ViT, stages of a ResNet."""
+    model = make()
+    images, trace = images_for(model), Trace("stage*" if isinstance(model, ResNet) else "block*/tokens")
     model(images, trace)
-    first, final = model.features(images, layers=(0, -1))
-    assert torch.equal(first, trace["block0/tokens"])
-    assert torch.equal(final, trace[f"block{last}/tokens"])
-    reverse = model.features(images, layers=[-1, 0])
-    assert torch.equal(reverse[1], first)
-
-
-def test_features_of_a_resnets_stages() -> None:
-    model, trace = tiny.bit(torch.float32), Trace("stage*")
-    images = images_for(model)
-    model(images, trace)
+    layers = list(trace.values())
     last, first, again = model.features(images, layers=(-1, 0, 0))
-    assert torch.equal(first, trace["stage1"])
-    assert torch.equal(again, trace["stage1"])
-    assert torch.equal(last, trace["stage3"])
+    assert torch.equal(last, layers[-1])
+    assert torch.equal(first, layers[0])
+    assert torch.equal(again, layers[0])
 
 
 @pytest.mark.parametrize("layers", [(), (3,), (-4,), (0, 7)])

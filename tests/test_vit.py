@@ -115,12 +115,12 @@ def test_sincos2d_positions() -> None:
     assert not [name for name in model.state_dict() if name.startswith("positions")]
 
 
-def test_relative_attention_equals_a_double_loop() -> None:
+def test_relative_attention_equals_numpy() -> None:
     """With a class token and a register before the patches, which have no offset."""
     model = tiny.vit(posemb="relative", registers=1)
     x = torch.randn(2, 2 + PATCHES, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     attention = model.blocks[1].attention
-    expected = reference.relative_attention(x.numpy(), reference.weights_of(attention), HEADS, prefix=2)
+    expected = reference.attention(x.numpy(), reference.weights_of(attention), HEADS, prefix=2)
     assert tiny.difference(attention(x, None, "block1"), torch.from_numpy(expected)) < EXACT
 
 
@@ -168,7 +168,7 @@ def test_axial_blocks_equal_loops_over_rows_and_columns() -> None:
     model(tiny.images(), trace)
     weights, x = reference.weights_of(model), trace["embedded"].detach().numpy()
     for layer in range(4):
-        attend = (reference.along_rows, reference.along_columns)[layer % 2]((ROWS, COLUMNS))
+        attend = reference.along(("row", "column")[layer % 2], (ROWS, COLUMNS))
         x = reference.block(x, reference.under(weights, f"blocks.{layer}."), HEADS, attend)
         assert tiny.difference(trace[f"block{layer}/tokens"], torch.from_numpy(x)) < EXACT
 

@@ -1,10 +1,6 @@
 """Damage to a file that plainvit wrote is noticed, and the same model is written as the same bytes by every process."""
 
-import os
 import random
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +8,7 @@ import pytest
 import safetensors.torch
 import test_weights_save as saving
 import torch
+from children import in_child
 from safetensors import safe_open
 
 import plainvit
@@ -79,26 +76,20 @@ def test_rewritten_file_loads_unless_it_was_changed(tmp_path: Path) -> None:
 
 
 # Writes the same model in every format, into the folder given
-WRITE = textwrap.dedent("""
-    import sys
-    from pathlib import Path
-    sys.path.insert(0, sys.argv[1])
-    import test_weights_save as saving
+WRITE = """
+import sys
+from pathlib import Path
+import test_weights_save as saving
 
-    for format_ in saving.SAVED:
-        (Path(sys.argv[2]) / format_).mkdir()
-        saving.save(format_, Path(sys.argv[2]) / format_)
-""")
+for format_ in saving.SAVED:
+    (Path(sys.argv[1]) / format_).mkdir(parents=True)
+    saving.save(format_, Path(sys.argv[1]) / format_)
+"""
 
 
 def test_two_processes_write_the_same_bytes_in_every_format(tmp_path: Path) -> None:
-    children = []
     for seed in "12":
-        (tmp_path / seed).mkdir()
-        command = [sys.executable, "-c", WRITE, str(Path(__file__).parent), str(tmp_path / seed)]
-        children.append(subprocess.Popen(command, env=os.environ | {"PYTHONHASHSEED": seed}))
-    assert [child.wait(120) for child in children] == [0, 0]
+        in_child(WRITE, str(tmp_path / seed), PYTHONHASHSEED=seed)
     one, other = (saving.tree(tmp_path / seed) for seed in "12")
     assert len([name for name, data in one.items() if data]) >= len(saving.SAVED)
-    assert one.keys() == other.keys()
-    assert [name for name in one if one[name] != other[name]] == []
+    assert one == other

@@ -144,21 +144,39 @@ def from_folder(folder: Path) -> nn.Module:
     return timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "gelu_sigmoid", "relu"])
-@pytest.mark.parametrize("distillation", [False, True])
-def test_timm_folder_states_the_activation(tmp_path: Path, activation: str, distillation: bool) -> None:
-    model = tiny.vit(
-        torch.float32, numerics="timm", activation=activation, distillation=distillation, mlp_dim=488, width=56
-    )
+SWIGLU: dict[str, Any] = {"gated": True, "activation": "silu"}
+DINOV3: dict[str, Any] = {"rotary": "dinov3", "posemb": "none", "posemb_prefix": "none", "norm_eps": 1e-5}
+# Models that only their config.json says how to compute
+OURS: list[dict[str, Any]] = [
+    *({"activation": activation} for activation in ("gelu", "gelu_tanh", "gelu_sigmoid", "relu")),
+    {"activation": "relu", "distillation": True},
+    SWIGLU,
+    SWIGLU | {"layer_scale": 0.1},
+    {"block_bias": "no_k"},
+    {"block_bias": "no_k", "rotary": "eva02"},
+    {"block_bias": "no_k", "rotary": "eva02", "norm_inner": "mlp"} | SWIGLU,
+    {"block_bias": "no_k"} | DINOV3,
+    {"block_bias": "no_qkv", "layer_scale": 0.1} | DINOV3 | SWIGLU,
+    {"rotary": "axial", "layer_scale": 0.1},
+]
+
+
+@pytest.mark.parametrize("settings", OURS)
+def test_written_timm_folder_says_how_to_compute_the_model(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = tiny.vit(torch.float32, numerics="timm", **{"mlp_dim": 488, "width": 56, "heads": 7} | settings)
     assert int(56 * (488 / 56)) == 487  # timm computes int(width * ratio), which must not lose one
-    assert gap(model, from_folder(plainvit.save(model, tmp_path / "folder", format="timm"))) < CLOSE
+    folder = plainvit.save(model, tmp_path / "folder", format="timm")
+    assert gap(model, from_folder(folder)) < CLOSE
+    write(safetensors.torch.load_file(folder / "model.safetensors"), folder / "model.safetensors")
+    config = plainvit.load(folder).config  # without plainvit's own description
+    assert config == model.config.replace(layer_scale=config.layer_scale, posemb_prefix=config.posemb_prefix)
 
 
-def timm_folder(folder: Path, arguments: dict[str, Any], config: dict[str, Any] | None = None) -> nn.Module:
+def timm_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
     """A folder as timm itself writes it for the hub, of a model that is not of the architecture's own shape."""
     peer = timm.create_model("vit_base_patch16_224", **arguments).double().eval()
     scramble(peer)
-    save_for_hf(peer, str(folder), config, arguments, safe_serialization=True)
+    save_for_hf(peer, str(folder), model_args=arguments, safe_serialization=True)
     return peer
 
 
@@ -189,14 +207,10 @@ def test_timm_folder_states_grid_and_pooling(tmp_path: Path, arguments: dict[str
 
 def test_timm_folder_has_pixels_and_class_names(tmp_path: Path) -> None:
     names = ["tench", "goldfish", "shark", "ray", "cock", "hen", "ostrich"]
-    peer = timm_folder(tmp_path, FOLDER, {"label_names": list(names)})
-    peer.pretrained_cfg |= {
-        "mean": (0.1, 0.2, 0.3),
-        "std": (0.4, 0.5, 0.6),
-        "crop_pct": 0.7,
-        "interpolation": "lanczos",
-    }
-    save_for_hf(peer, str(tmp_path), {"label_names": list(names)}, FOLDER, safe_serialization=True)
+    peer = timm_folder(tmp_path, FOLDER)
+    peer.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "crop_pct": 0.7}
+    peer.pretrained_cfg |= {"interpolation": "lanczos"}
+    save_for_hf(peer, str(tmp_path), {"label_names": names}, FOLDER, safe_serialization=True)
     model = check(tmp_path, peer, heads=4)
     assert (model.config.mean, model.config.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert (model.about.preprocess.crop, model.about.preprocess.interpolation) == (0.7, "lanczos")

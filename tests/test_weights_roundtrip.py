@@ -113,7 +113,7 @@ average, no class token        |                    |             |             
 average, fc_norm               | pool               |             |             | pool             | pool
 average, class token, norm     | pool               | pool        |             | pool             | pool
 attention pooling              |                    |             |             | head             | pool
-attention pooling, class token | pool               |             |             | head             | pool
+attention pooling, class token | pool               |             |             | head pool        | pool
 no rows before the patches     |                    |             |             | posemb           | posemb
 rectangle                      |                    |             |             |                  | image_size
 hybrid, timm's                 | standardise        |             |             |                  | stem
@@ -245,6 +245,32 @@ def test_parts_of_other_families_are_not_written(tmp_path: Path, part: str, form
     assert caught.value.parts == (part,)
 
 
+DINOV2: dict[str, Any] = {"layer_scale": 0.1, "classes": 0}
+# (format, settings that the format has in other combinations, the part that it does not have in this one)
+TOGETHER: list[tuple[str, dict[str, Any], str]] = [
+    ("timm folder", {"rotary": "axial", "activation": "gelu_tanh"}, "activation"),
+    ("timm folder", {"posemb": "bias", "block_bias": "no_k", "activation": "relu"}, "activation"),
+    ("timm folder", {"rotary": "eva02", "block_bias": "no_k", "rotary_grid": 7}, "rotary_grid"),
+    ("timm folder", {"block_bias": "no_k", "pool": "attention"}, "pool"),
+    ("timm", {"norm_embedding": "tokens", "embedding_bias": False, "norm_eps": 1e-5, "gated": True}, "gated"),
+    ("transformers", DINOV2 | {"gated": True, "mlp_dim": 32}, "activation"),
+    ("transformers", DINOV2 | {"pool": "token+average"}, "pool"),
+    ("transformers", DINOV2 | {"image_size": (24, 40)}, "image_size"),
+    ("transformers", {"pool": "attention", "classes": 0}, "pool"),
+    ("transformers", {"distillation": True, "classes": 0}, "distillation"),
+    ("transformers", {"posemb": "bias", "block_bias": "no_k", "layer_scale": 0.1, "pool": "average"}, "pool"),
+]
+
+
+@pytest.mark.parametrize(("format_", "settings", "part"), TOGETHER)
+def test_parts_that_a_format_does_not_combine_are_not_written(
+    tmp_path: Path, format_: str, settings: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(UnsupportedPartError) as caught:
+        save_as(exact(**settings)(), tmp_path / "out", format_)
+    assert part in caught.value.parts
+
+
 @pytest.mark.parametrize("format_", ["google", "timm"])
 @pytest.mark.parametrize("kind", ["hybrid", "BiT"])
 def test_resnet_with_other_padding_is_not_written(tmp_path: Path, kind: str, format_: str) -> None:
@@ -297,6 +323,7 @@ REPLACED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
     ("google", "activation", exact(), {"activation": "gelu_tanh"}),
     ("timm", "activation", tanh(), {"activation": "gelu"}),
     ("torchvision", "activation", tanh(), {"activation": "gelu"}),
+    ("timm", "activation", exact(gated=True), {"activation": "silu"}),
     ("google", "norm_eps", tanh(norm_eps=1e-12), {"norm_eps": 1e-6}),
     ("timm", "norm_eps", exact(norm_eps=1e-12), {"norm_eps": 1e-6}),
     ("timm folder", "norm_eps", exact(norm_eps=1e-12), {"norm_eps": 1e-6}),
@@ -376,12 +403,6 @@ def test_misspelt_words_name_the_nearest(tmp_path: Path, arguments: dict[str, An
 ONE: dict[str, Any] = {"depth": 1, "image_size": 32}
 
 
-def one_hybrid() -> Any:
-    base = configure("R50x1+ViT-B/16", classes=7)
-    settings = tiny.SHAPE | {"depth": 1, "patch": 1, "image_size": 32}
-    return tiny.filled(base.replace(stem=base.stem.replace(blocks=(1, 1)), **settings), torch.float32)
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "ViT": exact(**ONE),
     "hidden layer": exact(representation=20, **ONE),
@@ -390,7 +411,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "attention pooling": exact(pool="attention", **ONE),
     "2-D positions": tanh(posemb="2d", **ONE),
     "relative positions": tanh(posemb="relative", **ONE),
-    "hybrid": one_hybrid,
+    "hybrid": partial(tiny.hybrid, torch.float32, blocks=(1, 1), image_size=(32, 32), depth=1),
     "BiT": partial(tiny.bit, torch.float32, (1, 1)),
 }
 

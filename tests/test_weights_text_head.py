@@ -77,13 +77,17 @@ def test_evaluate_command_classifies_zero_shot(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["counts"]["top1"] == correct
 
 
-def test_zero_shot_model_is_saved_and_loaded(tmp_path: Path) -> None:
-    peer = make("CLIP", tmp_path / "tower")
-    model = plainvit.load(tmp_path / "tower", text_head=write_head(tmp_path / "n.safetensors", **describe(peer)))
-    again = plainvit.load(plainvit.save(model, tmp_path / "m.safetensors"))
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_zero_shot_model_is_saved_and_loaded(tmp_path: Path, kind: str) -> None:
+    """As it is, or with other text embeddings."""
+    peer = make(kind, tmp_path / "tower")
+    head = write_head(tmp_path / "n.safetensors", **describe(peer))
+    model = plainvit.load(tmp_path / "tower", text_head=head)
+    path = plainvit.save(model, tmp_path / "m.safetensors")
     images = tiny.images(2, (16, 16), dtype=torch.float32)
-    assert torch.equal(again(images), model(images))
-    assert again.about.class_names == tuple(NAMES)
+    for again in (plainvit.load(path), plainvit.load(path, text_head=head)):
+        assert torch.equal(again(images), model(images))
+        assert again.about.class_names == tuple(NAMES)
 
 
 def test_head_of_a_timm_tower_becomes_its_projection(tmp_path: Path) -> None:
@@ -122,6 +126,14 @@ def test_missing_text_head_is_an_error(tmp_path: Path) -> None:
     path = plainvit.save(tiny.vit(torch.float32), tmp_path / "m.safetensors")
     with pytest.raises(ValueError, match="there is no file"):
         plainvit.load(path, text_head=tmp_path / "missing.safetensors")
+
+
+def test_other_classes_are_not_supported_with_a_text_head(tmp_path: Path) -> None:
+    """A new head of zeros as wide as the embeddings would be taken for timm's projection."""
+    peer = make("CLIP", tmp_path / "tower")
+    head = write_head(tmp_path / "n.safetensors", **describe(peer))
+    with pytest.raises(ValueError, match="--classes"):
+        plainvit.load(tmp_path / "tower", classes=16, text_head=head)
 
 
 def test_classifier_is_no_image_text_tower(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ class UnsafePickleError(ValueError):
 class Tensors:
     """Named tensors of a file: shapes are known at once, values are read on request."""
 
+    wrapper: str | None = None  # the key of a PyTorch file that the weights are under, "" if none; None: another kind
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -249,7 +251,7 @@ class RenamedTensors(Tensors):
     def __init__(self, tensors: Tensors, names: Mapping[str, tuple[str, int | None]]) -> None:
         super().__init__(tensors.path)
         self._tensors, self._names, self.metadata = tensors, names, tensors.metadata
-        self.wrapper: str | None = getattr(tensors, "wrapper", None)
+        self.wrapper = tensors.wrapper
         self.shapes = {new: tensors.shapes[old][layer is not None :] for new, (old, layer) in names.items()}
 
     def read(self, name: str) -> Tensor:

@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plainvit.config import Model, Preprocess, ViTConfig
+from plainvit.config import Model, Preprocess, ResNetConfig, ViTConfig
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.buffers import fill_buffers
 from plainvit.weights.files import Tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
+MAX_TOKENS = 1_000_000
+MAX_RELATIVE_TOKENS = 10_000  # of models with an entry per pair of tokens
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,26 @@ def locate(layout: Layout, name: str) -> Entry | None:
     return Entry(tuple(their.format(**fields) for their in layout[pattern].names), layout[pattern].conversion)
 
 
+def check_size(config: Model, tensors: Tensors) -> None:
+    """Rejects a config of a model far larger than the file, before anything is built.
+
+    Computed positions are in no file: whatever image size is stated next to it, they take memory for every token.
+    """
+    resnet = config if isinstance(config, ResNetConfig) else config.stem
+    layers = sum(resnet.blocks) if resnet else 0
+    if isinstance(config, ViTConfig):
+        layers += config.depth
+        limit = MAX_RELATIVE_TOKENS if config.posemb in ("relative", "bias") else MAX_TOKENS
+        if config.tokens > limit:
+            size = " x ".join(map(str, config.image_size))
+            raise ValueError(
+                f"{tensors.path} is of a model for images of {size} pixels, {config.tokens:,} tokens, and the limit is "
+                f"{limit:,}: check the image size in its config"
+            )
+    if layers > len(tensors.shapes):
+        raise ValueError(f"{tensors.path} is of a model of {layers:,} layers, more than it has: download it again")
+
+
 def build_model(detected: DetectedModel, tensors: Tensors, dtype: torch.dtype | None) -> ViT | ResNet:
     """Builds the model and moves the file's tensors into it one by one, so that memory never holds them twice."""
     with torch.device("meta"):
@@ -233,7 +255,7 @@ def build_model(detected: DetectedModel, tensors: Tensors, dtype: torch.dtype | 
         conversion = entries[name].conversion
         parts = [conversion.read(check_values(_read_part(tensors, their), their)) for their in entries[name].names]
         weights[name] = _merge_parts(parts, shapes[name], dtype)
-        if dtype is not None and dtype != parts[0].dtype:
+        if any(part.dtype != weights[name].dtype for part in parts):
             _check_range(weights[name], parts, ", ".join(entries[name].names))
     fill_buffers(model, "cpu")
     model.load_state_dict(weights, assign=True)
@@ -276,7 +298,8 @@ def _merge_parts(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype
     owns_storage = first.is_contiguous() and first.untyped_storage().nbytes() == first.numel() * first.element_size()
     if len(parts) == 1 and dtype in (None, first.dtype) and owns_storage:
         return first.view(shape)
-    merged = torch.empty(shape, dtype=dtype or first.dtype)
+    widest = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    merged = torch.empty(shape, dtype=dtype or widest)
     for target, part in zip(merged.chunk(len(parts)), parts, strict=True):
         target.copy_(part.reshape(target.shape))
     return merged

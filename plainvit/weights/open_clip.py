@@ -15,7 +15,7 @@ from plainvit.weights.files import Tensors
 from plainvit.weights.layout import DetectedModel, Layout, make_layout
 from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.pixels import CLIP, HALF
-from plainvit.weights.shapes import Hints, read_vit, unsupported_model
+from plainvit.weights.shapes import Hints, check_names, read_vit, unsupported_model
 
 CONFIG = "open_clip_config.json"
 # What the original checkpoints of OpenAI store next to the weights
@@ -37,9 +37,7 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detect
     """`sidecar` is open_clip_config.json, or {}."""
     prefix, shapes = _find_prefix(tensors), tensors.shapes
     assert prefix is not None
-    culprit = next((name for name in shapes if name.startswith(f"{prefix}attn_pool.")), None)
-    if culprit:
-        raise unsupported_model("CoCa, with an attention pooling of its own", culprit)
+    check_names(shapes, {rf"^{re.escape(prefix)}attn_pool\.": "CoCa, with an attention pooling of its own"})
     if len(shapes.get(f"{prefix}positional_embedding", ())) != 2:
         raise ValueError(f"this open_clip file has no valid {prefix}positional_embedding: it is incomplete")
     layout = make_layout("open_clip", shapes, prefix)
@@ -75,11 +73,11 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detect
 def _check_config(vision: Mapping[str, Any], is_clipa: bool) -> None:
     """Rejects what open_clip computes differently without another weight."""
     usual = {"no_ln_pre": is_clipa, "final_ln_after_pool": is_clipa, "pool_type": "avg" if is_clipa else "tok"}
-    usual |= {"norm_kwargs": None, "act_kwargs": None, "attentional_pool": False}
-    default = {"no_ln_pre": False, "final_ln_after_pool": False, "pool_type": "tok"}
+    usual |= dict.fromkeys(("norm_kwargs", "act_kwargs", "attentional_pool"))
+    stated = {"pool_type": "tok"} | dict(vision)
     for name, value in usual.items() if vision else ():
-        if (vision.get(name, default.get(name)) or None) != (value or None):
-            raise unsupported_model(f"an open_clip tower with {name} {vision.get(name)!r}", CONFIG)
+        if (stated.get(name) or None) != (value or None):  # None, False and {} are the default
+            raise unsupported_model(f"an open_clip tower with {name} {stated.get(name)!r}", CONFIG)
 
 
 def _find_activation(names: Iterable[str], sidecar: Mapping[str, Any]) -> tuple[Any, str]:

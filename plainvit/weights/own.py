@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from plainvit.config import About, Model, Preprocess, ResNetConfig, ViTConfig, from_json, to_json
+from plainvit.config import About, Model, Preprocess, from_json, to_json
 from plainvit.disk import read_json
 from plainvit.models import build
 from plainvit.weights import google, open_clip, timm, torchvision, transformers
 from plainvit.weights.files import DamagedError, Tensors, hash_range
-from plainvit.weights.layout import SAME, DetectedModel, Entry, Layout
+from plainvit.weights.layout import SAME, DetectedModel, Entry, Layout, check_size
 
 SCHEMA = 1  # a newer one is an error
 LIBRARIES: Mapping[str, ModuleType] = {
@@ -30,7 +30,6 @@ LIBRARIES: Mapping[str, ModuleType] = {
     "torchvision": torchvision,
     "open_clip": open_clip,
 }
-MAX_TOKENS = 1_000_000
 FORMATS = ("plainvit", *LIBRARIES)
 
 
@@ -72,14 +71,6 @@ def read_sidecar(path: Path) -> dict[str, str]:
     return {"plainvit": json.dumps(described)} if described else {}
 
 
-def _check_size(config: Model, tensors: Tensors) -> None:
-    """Rejects a config of a model far larger than the file, before anything is built."""
-    if isinstance(config, ViTConfig) and (config.depth > len(tensors.shapes) or config.tokens > MAX_TOKENS):
-        raise ValueError(f"it describes {config.depth:,} layers and {config.tokens:,} tokens, more than the file has")
-    if isinstance(config, ResNetConfig) and sum(config.blocks) > len(tensors.shapes):
-        raise ValueError(f"it describes {sum(config.blocks):,} units, more than the file has")
-
-
 def detect(tensors: Tensors, path: Path) -> DetectedModel:
     try:
         described = json.loads(tensors.metadata["plainvit"])
@@ -89,7 +80,7 @@ def detect(tensors: Tensors, path: Path) -> DetectedModel:
         config = from_json(described["config"])
         if format_ not in FORMATS:
             raise ValueError(f"format {format_!r} is unknown")
-        _check_size(config, tensors)
+        check_size(config, tensors)
         with torch.device("meta"):
             layout = layout_for(format_, config, build(config).state_dict())
         sources = {name: str(source) for name, source in dict(about["sources"]).items()}

@@ -20,7 +20,7 @@ from plainvit.models.resample import choose_method, resize
 from plainvit.names import is_model
 from plainvit.weights import google, open_clip, own, timm, torchvision, transformers
 from plainvit.weights.files import RenamedTensors, Tensors, open_file, open_folder
-from plainvit.weights.layout import DetectedModel, build_model, join_names
+from plainvit.weights.layout import DetectedModel, build_model, check_size, join_names
 from plainvit.weights.pixels import Pixels, list_assumptions, set_pixels
 from plainvit.weights.published import PUBLISHED
 from plainvit.weights.shapes import Hints
@@ -103,6 +103,8 @@ def load(
         raise ValueError(f"optimise must be True, False or 'fp8', got {optimise!r}")
     resample, text_head = options.pop("resample", None), options.pop("text_head", None)
     dtype = options.pop("dtype", torch.float32)
+    if text_head is not None and classes is not None:
+        raise ValueError("--classes is not supported with --text-head, whose class names are the classes: remove it")
     detected, tensors = inspect_weights(source, image_size=image_size, **options)
     tensors.check()
     model = build_model(detected, tensors, dtype)
@@ -149,6 +151,7 @@ def inspect_weights(
         detected, tensors = (own.detect(tensors, path), tensors) if is_described else _detect(tensors, path, hints)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values of no format
         raise ValueError(f"{path} is not a valid model: {type(error).__name__}, {error}".replace("\n", " ")) from error
+    check_size(detected.config, tensors)
     set_pixels(detected, pixels)
     detected.notes += [] if is_described else list_assumptions(detected)
     detected.notes += unfinished

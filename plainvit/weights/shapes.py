@@ -257,5 +257,13 @@ def _assume_heads(ours: Shapes, hints: Hints, family: str, rotary: str) -> tuple
     raise ValueError(f"the number of heads of this {family} file of width {width} is unknown: use load(..., heads=N)")
 
 
+def check_names(names: Iterable[str], unsupported: Mapping[str, str]) -> None:
+    """Raises an error if a name has one of the patterns {pattern: the model that has such names}."""
+    for pattern, model in unsupported.items():
+        found = next((name for name in names if re.search(pattern, name)), None)
+        if found:
+            raise unsupported_model(model, found)
+
+
 def unsupported_model(model: str, evidence: str) -> ValueError:
     return ValueError(f"this looks like {model} ({evidence}), which plainvit does not support")

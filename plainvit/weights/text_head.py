@@ -43,9 +43,9 @@ def load_text_head(model: ViT, path: str | Path) -> ViT:
         raise ValueError(f"{path}: expected a tensor 'embeddings' of shape [classes, width], found {listed}")
     names = _read_names(path, file.metadata.get("names"), file.shapes["embeddings"][0])
     embeddings = check_values(file.read("embeddings"), "embeddings").float()
-    if model.head is not None and model.projection is None:
+    if model.head is not None and model.projection is None and not model.config.cosine_head:
         _turn_head_into_projection(model, embeddings.shape[1])
-    if embeddings.shape[1] != model.config.replace(classes=0).feature_width:
+    if embeddings.shape[1] != model.config.feature_width:
         raise ValueError(
             f"{path} has text embeddings of width {embeddings.shape[1]}, the image tower's are "
             f"{model.config.feature_width} wide: they belong to another model, or the tower lacks its projection"

@@ -4,7 +4,6 @@ Such a file does not contain its heads, nor the image size of a square grid; con
 does. Models that share the names but compute something that plainvit does not are rejected by the part.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,12 +11,14 @@ from typing import Any
 from plainvit.config import Model, Preprocess, ResNetConfig, ViTConfig, nearest
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import SAME, DetectedModel, Entry, Layout, Shapes, make_layout
-from plainvit.weights.limits import ANY, list_unlike, list_unlike_resnet
+from plainvit.weights.limits import list_unlike, list_unlike_resnet
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
-from plainvit.weights.shapes import BLOCK, Hints, read_bit, read_vit, unsupported_model
+from plainvit.weights.shapes import BLOCK, Hints, check_names, read_bit, read_vit, unsupported_model
 from plainvit.weights.timm_architectures import (
     ACTIVATIONS,
+    SUPPORTED,
     check_architecture,
+    choose_kind,
     choose_name_parts,
     load_architectures,
     read_class_names,
@@ -75,24 +76,20 @@ def matches(tensors: Tensors) -> bool:
 
 def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> DetectedModel:
     """The model of a file with these names; `sidecar` is config.json as timm writes it for the hub."""
-    wrapper = getattr(tensors, "wrapper", None)  # None: not a PyTorch file; "": a bare state dict
-    for pattern, what in UNSUPPORTED_NAMES.items():
-        culprit = next((name for name in tensors.shapes if re.search(pattern, name)), None)
-        if culprit:
-            raise unsupported_model(what, culprit)
+    check_names(tensors.shapes, UNSUPPORTED_NAMES)
     if "stem.conv.weight" in tensors.shapes:
         return _detect_bit(tensors, sidecar)
-    detected = _detect_vit(tensors, hints, sidecar, _find_family(tensors, wrapper, sidecar))
-    if detected.family == "DeiT III" and wrapper != "model":  # DeiT III's code saves "model"
+    detected = _detect_vit(tensors, hints, sidecar, _find_family(tensors, sidecar))
+    if detected.family == "DeiT III" and tensors.wrapper != "model":  # DeiT III's code saves "model"
         detected.sources["rotary"] = "assumed: none; some of timm's ViTs with rotary positions have the same names"
     return detected
 
 
 def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
     published = sidecar.get("pretrained_cfg") or {}
-    culprit = next((name for name in tensors.shapes if re.search(r"running_mean$|^stem\.norm\.", name)), None)
-    if culprit or "stages.0.blocks.0.conv3.weight" not in tensors.shapes:
-        raise unsupported_model("a ResNet that is not BiT", culprit or "stem")
+    check_names(tensors.shapes, {r"running_mean$|^stem\.norm\.": "a ResNet that is not BiT"})
+    if "stages.0.blocks.0.conv3.weight" not in tensors.shapes:
+        raise unsupported_model("a ResNet that is not BiT", "no stages.0.blocks.0.conv3.weight")
     check_architecture(str(sidecar.get("architecture") or ""))
     layout = make_layout("timm BiT", tensors.shapes)
     size = published.get("input_size") or (3, 224, 224)
@@ -110,7 +107,7 @@ def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
     return DetectedModel("timm", config, layout, sources, preprocess, read_class_names(sidecar))
 
 
-def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, Any]) -> tuple[str, str]:
+def _find_family(tensors: Tensors, sidecar: Mapping[str, Any]) -> tuple[str, str]:
     """(family, reason). The family decides the normalisation of pixels, which the weights do not show."""
     names, rotary = tensors.shapes, _assume_rotary(tensors.shapes)
     if sidecar.get("pretrained_cfg"):
@@ -128,15 +125,15 @@ def _find_family(tensors: Tensors, wrapper: str | None, sidecar: Mapping[str, An
             return family, reason
     if "mask_token" in names:
         return "MAE", "it has a mask token"
-    if wrapper in ("teacher", "student"):
-        return "DINO", f"its weights are under {wrapper!r}"
-    if wrapper == "model":
+    if tensors.wrapper in ("teacher", "student"):
+        return "DINO", f"its weights are under {tensors.wrapper!r}"
+    if tensors.wrapper == "model":
         headless = "head.weight" not in names
         table = tensors.read("pos_embed") if "pos_embed" in names else None
         if "fc_norm.weight" in names or (headless and table is not None and not table[0, 0].any()):
             return "MAE", "its weights are under 'model', with fixed positions or an averaged head"
         return "DeiT", "its weights are under 'model', as in DeiT's files"
-    if wrapper == "" and "head.weight" not in names:
+    if tensors.wrapper == "" and "head.weight" not in names:
         return "DINO", "assumed: a bare PyTorch file without a head"
     return "timm", "assumed: timm's names without config.json"
 
@@ -245,6 +242,8 @@ def _read_numerics(
     known = load_architectures().get(name)
     if known:
         numerics = {key: value for key, value in known.items() if key != "heads"}
+        if numerics["activation"] in ("gelu", "silu"):  # timm's gated MLPs have SiLU, those from model_args too
+            numerics["activation"] = "silu" if settings["gated"] else "gelu"
         sources = dict.fromkeys(numerics, f"config.json: timm's {name}")
     else:
         numerics, sources = _assume_numerics(settings, family)
@@ -291,16 +290,12 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
         return
     if config.activation != ("silu" if config.gated else "gelu"):
         yield "activation", "timm uses the exact GELU (SiLU if gated) for a bare file; a folder can state another"
-    any_value = "registers distillation layer_scale norm_pooled posemb_prefix stem gated qk_norm norm_kind norm_inner"
-    has: dict[str, Any] = dict.fromkeys(f"{any_value} norm_final rotary norm_embedding block_bias".split(), ANY)
-    has |= {"pool": ("token", "average", "attention"), "posemb": ("none", "1d", "bias")}
-    has |= {"norm_eps": (1e-5 if has_coarse_norms(vars(config)) else 1e-6,)}
-    yield from list_unlike(config, "timm", **has, embedding_bias=(config.norm_embedding != "tokens",))
+    eps, kind = 1e-5 if has_coarse_norms(vars(config)) else 1e-6, choose_kind(config)
+    bias = (config.norm_embedding != "tokens",)
+    yield from list_unlike(config, f"timm's {kind}", **SUPPORTED[kind], norm_eps=(eps,), embedding_bias=bias)
     if config.posemb == "bias" and config.grid[0] != config.grid[1]:
         yield "image_size", "timm loads BEiT for square images only"
     if config.registers and config.posemb_prefix == "class":
         yield "registers", "timm gives positions to all tokens before the patches or to none"
-    if config.distillation and (config.registers or config.posemb_prefix == "none"):
-        yield "distillation", "timm's distilled DeiT has no registers, and positions for both tokens"
     if config.pool == "average" and config.class_token and not config.norm_pooled and not uses_eva(config):
         yield "pool", "timm normalises the pooled vector if it averages next to a class token"

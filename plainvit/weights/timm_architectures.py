@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from plainvit.config import About, Model, Preprocess, ResNetConfig, ViTConfig
+from plainvit.weights.limits import ANY
 from plainvit.weights.shapes import unsupported_model
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu", "silu": "silu"}
-IN_SIDECAR = ("activation",)  # settings that timm reads from config.json, so that a folder supports any
 
 
 @functools.cache
@@ -52,13 +52,70 @@ RESNETS: dict[tuple[tuple[int, ...], int], str] = {
 }
 
 
+# A name for each kind of model, whose class and epsilon are the model's; `_make_arguments` adds the rest
+WRITTEN: dict[str, str | None] = {
+    "BEiT": "beit_base_patch16_224",
+    "EVA-02": "eva02_base_patch14_224",
+    "DINOv3": "vit_base_patch16_dinov3_qkvb",
+    "RoPE-ViT": "vit_base_patch16_rope_224",
+    "PE": None,
+    "EVA": "eva_giant_patch14_224",
+    "DeiT": "deit_base_distilled_patch16_224",
+    "AIMv2": "aimv2_large_patch14_224",
+    "BEiT-3": "beit3_base_patch16_224",
+    "CLIP": "vit_base_patch16_clip_224",
+    "DINOv2": "vit_giant_patch14_dinov2",
+    "ViT": "vit_base_patch16_224",
+}
+# What each kind has besides the paper's parts, as `list_unlike` has it
+_VIT = dict.fromkeys(("layer_scale", "posemb_prefix", "norm_pooled", "registers", "qk_norm", "norm_final"), ANY)
+_VIT |= {"pool": ("token", "average", "attention"), "posemb": ("none", "1d"), "block_bias": ("all", "no_qkv")}
+_EVA = dict.fromkeys(("layer_scale", "posemb_prefix", "norm_pooled", "registers", "qk_norm", "rotary"), ANY)
+_EVA |= {"pool": ("token", "average"), "posemb": ("none", "1d"), "block_bias": ("no_k",)}
+SUPPORTED: dict[str, dict[str, Any]] = {
+    "BEiT": _EVA | {"posemb": ("bias",), "registers": (False,), "rotary": ("none",)},
+    "EVA-02": _EVA | {"rotary_grid": (16,), "gated": ANY, "norm_inner": ANY},
+    "DINOv3": _EVA | {"gated": ANY, "block_bias": ("no_k", "no_qkv"), "posemb": ("none",)},
+    "RoPE-ViT": _EVA | {"block_bias": ("all",)},
+    "PE": _EVA | {"pool": _VIT["pool"], "block_bias": ("all",), "norm_embedding": ("tokens",), "norm_final": ANY},
+    "EVA": _EVA,
+    "DeiT": {"distillation": ANY, "posemb_prefix": ("class", "all"), "layer_scale": ANY},
+    "AIMv2": _VIT | {"norm_kind": ("rms",), "norm_embedding": ("patches",), "block_bias": ("none",), "gated": (True,)},
+    "BEiT-3": _VIT | {"norm_inner": ANY, "block_bias": ("all",)},
+    "CLIP": _VIT | {"norm_embedding": ("tokens",)},
+    "DINOv2": _VIT | {"gated": ANY, "pool": ("token", "average")},
+    "ViT": _VIT | {"stem": ANY},
+}
+
+
+def choose_kind(config: ViTConfig) -> str:
+    """The kind of model that a ViT is written as: the first whose condition holds."""
+    rotary = {"eva02": "EVA-02", "dinov3": "DINOv3", "axial": "RoPE-ViT", "pe": "PE"}.get(config.rotary, "")
+    conditions = {
+        "BEiT": config.posemb == "bias",
+        rotary: config.rotary != "none",
+        "EVA": config.block_bias == "no_k",
+        "DeiT": config.distillation,
+        "AIMv2": config.norm_kind == "rms",
+        "BEiT-3": config.norm_inner != "none",
+        "CLIP": config.norm_embedding == "tokens",
+        "DINOv2": config.gated,
+    }
+    return next((kind for kind, holds in conditions.items() if holds), "ViT")
+
+
 def uses_eva(config: ViTConfig) -> bool:
     """Whether timm's Eva or Beit computes the model, rather than its VisionTransformer."""
-    return config.rotary != "none" or config.block_bias == "no_k"
+    return config.rotary != "none" or config.block_bias == "no_k" or config.posemb == "bias"
+
+
+def list_in_sidecar(config: Model) -> tuple[str, ...]:
+    """Parts that timm reads from config.json, so that a folder supports any."""
+    return () if isinstance(config, ResNetConfig) or uses_eva(config) else ("activation",)
 
 
 def _has_split_qkv(config: ViTConfig) -> bool:
-    return uses_eva(config) and config.rotary == "eva02" and config.norm_inner != "none"
+    return config.rotary == "eva02" and config.norm_inner != "none"
 
 
 def choose_name_parts(config: ViTConfig) -> tuple[str, ...]:
@@ -113,31 +170,12 @@ def make_sidecar(config: Model, about: About) -> dict[str, Any]:
     if isinstance(config, ResNetConfig):
         architecture, arguments = RESNETS.get((config.blocks, config.widen)), {"in_chans": config.channels}
     else:
-        architecture, arguments = choose_architecture(config), _make_arguments(config)
+        architecture = HYBRIDS.get((config.stem.blocks, config.width)) if config.stem else WRITTEN[choose_kind(config)]
+        arguments = _make_arguments(config)
     if architecture is None:
         raise ValueError("timm has no model of this shape to name in config.json: write a .safetensors file instead")
     described = {"architecture": architecture, "num_classes": config.classes, "model_args": arguments}
     return described | {"pretrained_cfg": {key: value for key, value in published.items() if value is not None}}
-
-
-def choose_architecture(config: ViTConfig) -> str | None:
-    """A name whose class and epsilon are those of the model; `_make_arguments` adds the rest."""
-    if config.stem:
-        return HYBRIDS.get((config.stem.blocks, config.width))
-    if config.posemb == "bias":
-        return "beit_base_patch16_224"
-    if uses_eva(config):
-        rotary = {"dinov3": "vit_base_patch16_dinov3_qkvb", "axial": "vit_base_patch16_rope_224", "pe": None}
-        return rotary.get(config.rotary, "eva02_base_patch14_224")
-    if config.distillation:
-        return "deit_base_distilled_patch16_224"
-    if config.norm_kind == "rms":
-        return "aimv2_large_patch14_224"
-    if config.norm_inner != "none":
-        return "beit3_base_patch16_224"
-    if config.norm_embedding == "tokens":
-        return "vit_base_patch16_clip_224"
-    return "vit_giant_patch14_dinov2" if config.gated else "vit_base_patch16_224"
 
 
 def _make_arguments(config: ViTConfig) -> dict[str, Any]:
@@ -155,8 +193,8 @@ def _make_arguments(config: ViTConfig) -> dict[str, Any]:
         "depth": config.depth,
         "num_heads": config.heads,
         "mlp_ratio": ratio,
+        "init_values": config.layer_scale,
     }
-    arguments |= {} if config.layer_scale is None else {"init_values": config.layer_scale}
     arguments |= {"qkv_bias": config.block_bias in ("all", "no_k")} if config.block_bias != "all" or is_eva else {}
     pool = {"token": "token", "average": "avg", "attention": "map"}.get(config.pool)
     if is_eva:

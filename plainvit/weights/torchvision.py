@@ -7,7 +7,7 @@ from plainvit.weights.files import Tensors
 from plainvit.weights.layout import DetectedModel, Layout, make_layout
 from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.pixels import HALF, IMAGENET
-from plainvit.weights.shapes import Hints, read_vit, unsupported_model
+from plainvit.weights.shapes import Hints, check_names, read_vit
 
 
 def matches(tensors: Tensors) -> bool:
@@ -15,8 +15,7 @@ def matches(tensors: Tensors) -> bool:
 
 
 def detect(tensors: Tensors, hints: Hints) -> DetectedModel:
-    if any(name.startswith("conv_proj.conv_bn") for name in tensors.shapes):
-        raise unsupported_model("a ViT with a convolutional stem", "conv_proj.conv_bn_relu")
+    check_names(tensors.shapes, {r"^conv_proj\.conv_bn": "a ViT with a convolutional stem"})
     layout = make_layout("torchvision", tensors.shapes)
     settings, sources = read_vit(layout, tensors.shapes, "torchvision", hints)
     config = ViTConfig(**settings | VIT_NUMERICS["torchvision"] | (IMAGENET if settings["channels"] == 3 else HALF))

@@ -15,7 +15,7 @@ from plainvit.disk import read_json
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import FIRST, DetectedModel, Layout, Shapes, make_layout, read_shapes
 from plainvit.weights.limits import list_unlike, list_unlike_resnet
-from plainvit.weights.shapes import BLOCK, Hints, read_vit, unsupported_model
+from plainvit.weights.shapes import BLOCK, Hints, check_names, read_vit, unsupported_model
 from plainvit.weights.transformers_files import (
     FIXED,
     KINDS,
@@ -34,11 +34,10 @@ from plainvit.weights.transformers_files import (
 PATCH_KERNELS = tuple(dict.fromkeys(make_layout(kind.section)["embedding.weight"].names[0] for kind in KINDS.values()))
 OWN_PREFIXES = tuple({kind.prefix for kind in KINDS.values()} - {""})
 UNSUPPORTED_NAMES = {
-    "encoder.relative_position_bias.": "BEiT with one relative position bias for all layers",
-    "rope_embeddings.inv_freq": "a ViT with rotary positions that plainvit does not know",
-    "head.cls_token": "AIMv2 with an attention pooling head",
-    "shared_position_bias.": "BEiT with one relative position bias for all layers",
-    "attention.relative_position_bias_table": "a vision model with relative positions that is not BEiT",
+    r"encoder\.relative_position_bias\.|shared_position_bias\.": "BEiT with one relative position bias for all layers",
+    r"rope_embeddings\.inv_freq": "a ViT with rotary positions that plainvit does not know",
+    r"head\.cls_token": "AIMv2 with an attention pooling head",
+    r"attention\.relative_position_bias_table": "a vision model with relative positions that is not BEiT",
 }
 # (end of a name, the class that has such names), the first that a file has; for kernels that several classes share
 SIGNS = {
@@ -53,6 +52,7 @@ SIGNS = {
     "embeddings.cls_token": "ViT",
 }
 PROCESSOR = "the image processor's config"  # source of the settings of `read_processor`
+SQUARE = ("CLIP", "SigLIP", "DINOv2", "DINOv2 with registers", "BEiT", "AIMv2")  # classes for square images alone
 ASSUMED = {"CLIP": "activation", "I-JEPA": "norm_eps"}  # defaults from which published weights differ
 # Weights of pre-training and of text towers
 LEFT_OUT = ("embeddings.mask_token", "decoder.", "lm_head.", "embeddings.position_ids")
@@ -132,10 +132,7 @@ def _is_empty(name: str, shapes: Shapes) -> bool:
 
 
 def _check_supported(kind: Kind, layout: Layout, shapes: Shapes, kernel: str, config: Mapping[str, Any]) -> None:
-    for pattern, what in UNSUPPORTED_NAMES.items():
-        culprit = next((name for name in shapes if pattern in name), None)
-        if culprit and not (pattern == "head.cls_token" and kind.name != "AIMv2"):
-            raise unsupported_model(what, culprit)
+    check_names(shapes, UNSUPPORTED_NAMES)
     if len(shapes[kernel]) == 2 and kind.name == "SigLIP":
         raise unsupported_model("SigLIP2 NaFlex, for images of any shape", f"{kernel} of two dimensions")
     needed = [] if kind.name in ("SigLIP", "I-JEPA", "AIMv2") else ["class_token"]
@@ -243,11 +240,23 @@ def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
         yield "pre_logits", f"{library} has no hidden layer before its classifier"
     if kind.name in ("CLIP", "SigLIP", "DINOv3", "AIMv2") and config.classes:
         yield "head", f"{library} has no classifier of these features: load with classes=0"
-    if kind.name.startswith("DINOv2") and config.classes and config.pool != "token+average":
-        yield "pool", "transformers' DINOv2 classifies the class token next to the mean of the patches"
-    if kind.name == "BEiT" and config.grid[0] != config.grid[1]:
-        yield "image_size", "transformers' BEiT mixes up the rows and columns of images that are not square"
+    if kind.name in SQUARE and config.image_size[0] != config.image_size[1]:
+        yield "image_size", f"{library} takes square images"
+    if kind.name == "SigLIP" and config.class_token:
+        yield "pool", "transformers' SigLIP has no class token"
+    if kind.name == "BEiT" and (config.pool == "average") != config.norm_pooled:
+        yield "pool", "transformers' BEiT reads the class token, or normalises the mean of the patches"
     if kind.name == "DeiT" and config.registers > 1:
         yield "registers", "transformers' DeiT has one token besides the class token"
-    if kind.name.startswith("DINOv2") and find_mlp_ratio(config) is None:
-        yield "mlp_dim", "transformers' DINOv2 has MLPs that are a whole multiple of its width, or two thirds of one"
+    if config.distillation and not config.classes:
+        yield "distillation", "transformers' DeiT without a classifier reads its class token alone"
+    if kind.name.startswith("DINOv2"):
+        if (config.pool == "token+average") != (config.classes > 0):
+            yield "pool", "transformers' DINOv2 reads the class token, and its classifier the mean of the patches too"
+        if find_mlp_ratio(config) is None:
+            yield (
+                "mlp_dim",
+                "transformers' DINOv2 has MLPs that are a whole multiple of its width, or two thirds of one",
+            )
+        if config.gated and config.activation != "silu":
+            yield "activation", "transformers' DINOv2 has SiLU in gated MLPs"

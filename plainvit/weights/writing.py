@@ -139,7 +139,7 @@ def _list_unsupported(format: str, config: Model, folder: bool) -> list[tuple[st
         return []
     if isinstance(config, ResNetConfig) and format not in ("google", "timm"):
         return [("resnet", f"plainvit writes BiT for google and timm, not for {format}")]
-    supported = timm_architectures.IN_SIDECAR if format == "timm" and folder else ()
+    supported = timm_architectures.list_in_sidecar(config) if format == "timm" and folder else ()
     return [(part, why) for part, why in own.LIBRARIES[format].list_unsupported(config) if part not in supported]
 
 
@@ -160,6 +160,8 @@ def _drop_from_config(part: str, config: Model, format: str) -> Model:  # noqa: 
         "pre_logits": {"representation": 0, "classes": 0},
         "layer_scale": {"layer_scale": None},
     }
+    if part == "activation" and isinstance(config, ViTConfig) and config.gated:
+        return config.replace(activation="silu")  # in every library that has gated MLPs
     return config.replace(**settings[part] if part in settings else {part: VIT_NUMERICS[format][part]})
 
 
@@ -243,12 +245,10 @@ def write_torch(path: Path, value: object) -> None:
 
 
 def _write_npz(path: Path, out: dict[str, Tensor]) -> None:
-    arrays: dict[str, Any] = {name: _as_numpy(tensor) for name, tensor in out.items()}
+    arrays: dict[str, Any] = {
+        # bfloat16 as big_vision stores it
+        name: tensor.view(torch.uint16).numpy().view("V2") if tensor.dtype is torch.bfloat16 else tensor.numpy()
+        for name, tensor in out.items()
+    }
     with path.open("wb") as file:
         np.savez(file, **arrays)
-
-
-def _as_numpy(tensor: Tensor) -> np.ndarray:
-    if tensor.dtype is torch.bfloat16:  # as big_vision stores it
-        return tensor.view(torch.uint16).numpy().view("V2")
-    return tensor.numpy()
