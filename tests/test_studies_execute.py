@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import small_runs as runs
 import torch
+from in_process import InProcess, run_study
 from verdicts import along, plant
 
 import plainvit
@@ -15,7 +16,7 @@ from plainvit.config import Config
 from plainvit.data.decode import DataError
 from plainvit.models import ViT
 from plainvit.studies import execute, report, transfer
-from plainvit.studies.execute import NoDeviceError, Settings, run_study
+from plainvit.studies.execute import NoDeviceError, Settings
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time
 from plainvit.studies.registry import studies
@@ -110,7 +111,7 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     assert len(seeds) == 6, "independent"
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert len(before) == 6
-    assert run_study(study, Settings("cpu", tmp_path, runs=2, quiet=True), Workers()) == verdict
+    assert run_study(study, Settings("cpu", tmp_path, runs=2, quiet=True)) == verdict
     after = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert after == before, "nothing is run again"
 
@@ -137,9 +138,7 @@ def test_a_verdict_under_another_rule_is_kept_as_history(tmp_path: Path) -> None
 def test_verdicts_are_written_from_the_ledger_alone(tmp_path: Path) -> None:
     """The committed runs give the committed verdicts, without GPU and data; intervals are fields."""
     docs = Path(__file__).parent.parent / "docs" / "studies"
-    verdict = run_study(
-        studies()["activation"], Settings("gpu", tmp_path, ledger=docs / "ledger.jsonl", quiet=True), Workers()
-    )
+    verdict = run_study(studies()["activation"], Settings("gpu", tmp_path, ledger=docs / "ledger.jsonl", quiet=True))
     record, committed = (report.read_verdict(out / "activation" / "verdict.json") for out in (tmp_path, docs))
     for name in ("rule", "definition", "budget", "outcome", "values", "seeds", "data"):
         assert record[name] == committed[name], name
@@ -157,9 +156,9 @@ def test_an_error_in_a_rule_stops_only_its_study(tmp_path: Path) -> None:
     measure = lambda *_: {"top1": 0.5}  # noqa: E731
     bad = make_study(arms, "bad", criteria=lambda results: [results.above("a", "b")], measure=measure)
     good = make_study(arms, "good", measure=measure)
-    found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), Workers()))
+    found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), InProcess()))  # pyright: ignore[reportArgumentType]
     assert isinstance(found[bad], KeyError)
-    assert found[good] == run_study(good, Settings("cpu", tmp_path, quiet=True), Workers())
+    assert found[good] == run_study(good, Settings("cpu", tmp_path, quiet=True))
     runs = Ledger(ledger.file).runs.values()
     assert len(runs) == 5
     assert all(one["device"] for one in runs), "without training, too"
@@ -168,10 +167,10 @@ def test_an_error_in_a_rule_stops_only_its_study(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_gpu_data_or_weights_raise_before_the_first_run(tmp_path: Path) -> None:
     with pytest.raises(NoDeviceError, match="--budget cpu"):
-        run_study(POOLING, Settings("gpu", tmp_path), Workers())
+        run_study(POOLING, Settings("gpu", tmp_path))
     for arm in (Arm(config(data=str(tmp_path / "nowhere"))), Arm(config(model=None, init="nowhere/model.safetensors"))):
         with pytest.raises(DataError, match="nowhere"):
-            run_study(make_study({"a": arm}), Settings("cpu", tmp_path, quiet=True), Workers())
+            run_study(make_study({"a": arm}), Settings("cpu", tmp_path, quiet=True))
     assert not list(tmp_path.iterdir())
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import small_runs as runs
 import torch
+from in_process import run_study
 from rich.console import Console
 
 from plainvit.cli import main
 from plainvit.data.decode import DataError
 from plainvit.studies import report
 from plainvit.studies.claims import read_claims
-from plainvit.studies.execute import Settings, run_study
+from plainvit.studies.execute import Settings
 from plainvit.studies.registry import own_study, studies
-from plainvit.studies.runs import Workers
 from plainvit.studies.study import Arm, Results, Study
 from plainvit.studies.verdict import fact
 
@@ -232,7 +232,7 @@ def make_study(name: str, data: str = "digits") -> Study:
 def test_a_smaller_budget_does_not_replace_a_larger_ones_verdict(tmp_path: Path) -> None:
     plant(tmp_path, "tiny", 90, budget="gpu")
     with pytest.raises(ValueError, match="--budget gpu"):
-        run_study(make_study("tiny"), Settings("cpu", tmp_path, quiet=True), Workers())
+        run_study(make_study("tiny"), Settings("cpu", tmp_path, quiet=True))
 
 
 # Own studies ----------------------------------------------------------------------------------------------------------

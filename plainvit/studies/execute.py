@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from plainvit.analyse.figures import save
-from plainvit.config import to_json
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.disk import make_folder, read_json, write_text
@@ -31,7 +30,7 @@ from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan
 from plainvit.studies.queue import Queue
 from plainvit.studies.report import is_current
-from plainvit.studies.runs import Workers, execute
+from plainvit.studies.runs import Task, Workers, execute
 from plainvit.studies.study import BUDGETS, Arm, Budget, Study
 from plainvit.studies.verdict import Verdict
 
@@ -81,15 +80,6 @@ def run_studies(
         yield plan.study, error or try_verdict(plan, ledger, settings)
 
 
-def run_study(study: Study, settings: Settings, workers: Workers) -> Verdict:
-    """Runs one study. Raises the reason if there is no verdict."""
-    for _, verdict in run_studies([study], settings, workers):
-        if isinstance(verdict, Exception):
-            raise verdict
-        return verdict
-    raise TimeoutError(f"{study.name}: the time was not enough; the same call resumes it")
-
-
 def plan_study(study: Study, settings: Settings, ledger: Ledger, *, can_train: bool) -> Plan:
     """Fails before the first run if the study cannot be run; if all runs are finished it needs neither GPU nor data."""
     check_verdict(study, settings.budget, settings.out / study.name)
@@ -109,7 +99,7 @@ def measure_untrained(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict
             return None
         assert job.measure
         try:
-            ledger.add(execute(to_json(job.config), plan.folder / run, (job.measure,), is_trained=False))
+            ledger.add(execute(Task(job.config, plan.folder / run, (job.measure,), is_trained=False)))
         except Exception as error:  # such as too little memory: the other studies continue
             return error
     return try_verdict(plan, ledger, settings)

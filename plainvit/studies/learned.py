@@ -31,7 +31,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import mean_ranks, rank_correlation
 from plainvit.models import ViT
 from plainvit.studies.bases import base, vit
-from plainvit.studies.measures import load_model, untrained_config
+from plainvit.studies.measures import limit_images, load_model, untrained_config
 from plainvit.studies.study import Arm, Budget, Results, define
 from plainvit.studies.verdict import Criterion, above, contrast
 
@@ -145,8 +145,8 @@ def measure_attention(config: Config, folder: Path) -> dict[str, float]:
     predictor = Predictor(model, precision="fp32")
     source = open_splits(config).val
     assert source is not None
-    chosen = np.unique(np.linspace(0, len(source) - 1, IMAGES).astype(int))
-    images = predictor.stack(source.image(int(index)) for index in chosen)
+    chosen = limit_images(source, IMAGES)
+    images = predictor.stack(chosen.image(index) for index in range(len(chosen)))
     return summarize_distances(attention.attention_distance(model, images).numpy())
 
 
