@@ -243,6 +243,16 @@ def test_non_finite_values_are_tolerated(tmp_path: Path) -> None:
     assert np.isnan(table["loss"][[4, 9, 11]]).all()
 
 
+def test_damaged_and_huge_figures_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "figures").mkdir()
+    (folder / "figures" / "masked-0000001.png").write_bytes(b"damaged")
+    Image.new("RGB", (8, 8)).save(folder / "figures" / "masked-0000002.png")
+    assert "Step 2" in read(folder).text
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
+    assert "Masked prediction" not in read(folder).text
+
+
 PASSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "one class": ({"data": {"classes": ["only"]}, "results": {"test": result([[5]])}}, "No errors on the test images"),
     "diverged": (
@@ -253,6 +263,7 @@ PASSAGES: dict[str, tuple[dict[str, Any], str]] = {
         {"results": {"steps": 40, "steps_asked": 200}, "config": {"hours": 0.1}},
         "steps 40 of 200: limited by --hours 0.1",
     ),
+    "one epoch": ({"metrics": [{"step": 20, "epoch": 1.0, "loss": 1.0}]}, "steps 20 1 epoch test "),
     "first result": (
         {"results": {"val": result(), "first": {"top1": 0.979, "images": 48, "seconds": 21, "head": "linear"}}},
         "first result 97.9 % linear head on frozen features 48 held-out images, after 21s",

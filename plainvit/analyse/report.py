@@ -139,8 +139,8 @@ def _step_facts(run: Run) -> list[Html]:
         return []
     hours = number(run.config.get("hours"))
     limited = f"of {planned:,.0f}: limited by --hours {hours:g}" if planned > taken and hours > 0 else ""
-    passes = f"{epochs[-1]:,.1f} epochs".replace(".0 ", " ") if len(epochs) else ""
-    return [page.fact("steps", f"{taken:,.0f}", limited, passes)]
+    passes = f"{epochs[-1]:,.1f}".removesuffix(".0") if len(epochs) else ""
+    return [page.fact("steps", f"{taken:,.0f}", limited, f"{passes} epoch{'s' * (passes != '1')}" if passes else "")]
 
 
 def _notices(run: Run) -> Iterable[Html]:
