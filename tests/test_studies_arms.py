@@ -14,9 +14,9 @@ from plainvit.models.masked import check_maskable
 from plainvit.planning import cost
 from plainvit.studies import compute, data_size, scaling, speed
 from plainvit.studies.bases import complete_model
+from plainvit.studies.claims import BUDGETS, Budget
 from plainvit.studies.plans import Plan, first_seed
 from plainvit.studies.registry import studies
-from plainvit.studies.study import BUDGETS, Budget
 
 ALL = studies()
 

@@ -1,6 +1,7 @@
 """The command `study`: its list, its report, interruptions."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -18,12 +19,13 @@ from rich.console import Console
 
 from plainvit.cli import main
 from plainvit.data.decode import DataError
+from plainvit.runtime.folder import finite
 from plainvit.studies import report
 from plainvit.studies.claims import read_claims
 from plainvit.studies.execute import Settings
 from plainvit.studies.registry import own_study, studies
 from plainvit.studies.study import Arm, Results, Study
-from plainvit.studies.verdict import fact
+from plainvit.studies.verdict import above, decide, fact, welch
 
 Capture = pytest.CaptureFixture[str]
 COMMAND = Path(sys.executable).with_name("plainvit")
@@ -82,6 +84,7 @@ def test_claims_are_those_of_the_studies() -> None:
 
 def test_listing_shows_verdicts_and_loads_no_torch(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path, "positions", 1, "inconclusive", budget="gpu")
+    plant(tmp_path, "axial", 18, "not decided", rule="an earlier rule")
     code = "import sys; from plainvit.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     words = ["study", "list", "--out", str(tmp_path)]
     rows = json.loads(subprocess.check_output([sys.executable, "-c", code, *words, "--json"]))
@@ -141,6 +144,23 @@ def test_the_outcome_rests_on_its_weakest_part(outcome: str, deciding: str) -> N
     p_values |= {"out": (0.01, "no"), "far out": (0.001, "no")}
     parts = [PART | {"name": name, "p": p, "holds": holds} for name, (p, holds) in p_values.items()]
     assert report.find_deciding_criterion({"outcome": outcome, "parts": parts})["name"] == deciding
+
+
+def test_links_of_the_report_lead_to_its_folder(tmp_path: Path) -> None:
+    """Also where the folder is a link, and has spaces in its name."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "my studies").symlink_to(tmp_path / "elsewhere")
+    plant(tmp_path / "my studies", "positions", 1)
+    links = re.findall(r"\]\((?!https?:|#)(.*?)\)", report.write_report(tmp_path / "my studies").read_text())
+    assert links == ["my%20studies/positions/figure.png", "my%20studies/positions/verdict.json"]
+
+
+def test_numbers_that_are_nan_are_reported(tmp_path: Path) -> None:
+    verdict = decide([above("b - a", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0])), fact("f", math.nan, "1", False)])
+    plant(tmp_path, "positions", 1, verdict.outcome, parts=finite(verdict.criteria))
+    text = report.make_report(tmp_path)
+    assert "| b - a | ? [?, ?] | > 0 | 6 | 1 | open |" in text
+    assert "| f | ? | 1 |  | 0 | no |" in text
 
 
 def test_a_verdict_of_an_earlier_rule_is_history(tmp_path: Path) -> None:

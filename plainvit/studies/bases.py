@@ -7,7 +7,7 @@ gpu      a ViT of 1.2 million parameters on CIFAR-10, for about 10 epochs: sever
 from plainvit.config import Augment, Config, Model, Optim, ViTConfig
 from plainvit.planning.datasets import CLASSES
 from plainvit.recipes import recipe
-from plainvit.studies.study import Budget
+from plainvit.studies.claims import Budget
 
 # Datasets for fine-tuning, the largest first
 DOWNSTREAM: dict[Budget, tuple[str, ...]] = {"cpu": ("digits:56789",), "gpu": ("cifar10", "flowers102")}

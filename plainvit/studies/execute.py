@@ -24,14 +24,14 @@ from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.disk import make_folder, read_json, write_text
 from plainvit.runtime.folder import environment, finite
-from plainvit.studies.claims import CLAIMS
+from plainvit.studies.claims import BUDGETS, CLAIMS, Budget
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan
 from plainvit.studies.queue import Queue
 from plainvit.studies.report import is_current
 from plainvit.studies.runs import Task, Workers, execute
-from plainvit.studies.study import BUDGETS, Arm, Budget, Study
+from plainvit.studies.study import Arm, Study
 from plainvit.studies.verdict import Verdict
 
 log = logging.getLogger("plainvit")

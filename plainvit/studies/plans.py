@@ -38,7 +38,6 @@ class Job:
     parent: str  # the run that it starts from
     edit: Callable[..., Any] | None  # makes its initial weights from those of `source`
     source: Path
-    is_local: bool  # measured in this process: functions of a user's file are unknown to the workers
 
     @cached_property
     def run(self) -> str:
@@ -92,7 +91,6 @@ class Plan:
             parent=parent.name if arm.parent else "",
             edit=arm.edit,
             source=parent,
-            is_local=bool(self.study.spec),
         )
 
     def all_jobs(self) -> Iterator[Job]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rich.console import Group
 from rich.table import Table
@@ -21,12 +22,11 @@ from rich.text import Text
 from plainvit.data.decode import DataError
 from plainvit.disk import read_json, write_text
 from plainvit.runtime.display import readable
-from plainvit.studies.claims import METRIC_TITLES, PERCENT, read_claims
+from plainvit.studies.claims import BUDGETS, METRIC_TITLES, PERCENT, read_claims
 from plainvit.studies.verdict import describe_effect
 
 OLD_OUTCOMES = ("reproduced", "not reproduced", "not decided")  # outcomes of 0.1
 COLOURS = {"supported": "green", "contradicted": "red", "inconclusive": "yellow"}
-BUDGETS = ("cpu", "gpu")  # from the smallest
 NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "why", "metric", "values", "command")
 NEEDED += ("seconds", "environment")
 UNNUMBERED = "Number 29, the VTAB groups (Figure 2), has no decision rule: see `plainvit vtab`."
@@ -91,8 +91,8 @@ def count_runs(record: Mapping[str, Any]) -> int:
 
 
 def list_verdicts(out: Path) -> list[dict[str, Any]]:
-    """All studies with their verdicts in `out` by budget."""
-    verdicts = read_verdicts(out)
+    """All studies with their current verdicts in `out` by budget."""
+    verdicts = {name: record for name, record in read_verdicts(out).items() if is_current(record)}
     rows: list[dict[str, Any]] = []
     for name, claim in read_claims().items():
         record = verdicts.get(name, {})
@@ -212,7 +212,7 @@ def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
     limits = f" Limits: {claim['limits']}" if claim.get("limits") else ""
     yield f"**{record['outcome']}**, {count_runs(record)} runs per arm. {meaning}{limits}"
     if (folder / "figure.png").is_file():
-        yield f"![{name}: {_cell(claim['claim'])}]({out.resolve().name}/{name}/figure.png)"
+        yield f"![{name}: {_cell(claim['claim'])}]({_link(out, name, 'figure.png')})"
     heads = ("criterion", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
     yield markdown_table(heads, _criterion_rows(record))
     yield markdown_table(("arm", str(METRIC_TITLES.get(record["metric"], record["metric"])), "runs"), _arm_rows(record))
@@ -270,15 +270,20 @@ def _commits(record: Mapping[str, Any]) -> list[str]:
 
 def _describe_runs(record: Mapping[str, Any], out: Path) -> str:
     """The command, and time, devices and commits of the runs."""
-    runs = record.get("runs", {})
-    devices = runs.get("devices") or [record["environment"].get("device") or "unknown"]
+    runs = record["runs"]
+    devices = runs["devices"] or [record["environment"].get("device") or "unknown"]
     time = f"measured in {readable(record['seconds'])}"
-    if count := runs.get("count"):
-        time = f"{count} runs, {readable(runs['seconds'])} in total"
+    if runs["count"]:
+        time = f"{runs['count']} runs, {readable(runs['seconds'])} in total"
     rule = f"rule of commit {record['rule_commit']}, " if record.get("rule_commit") else ""
     details = [time, *devices, f"{rule}runs of commit {', '.join(_commits(record))}"]
-    link = f"[verdict.json]({out.resolve().name}/{record['study']}/verdict.json)"
-    return f"`{record['command']}`: {'; '.join(details)}; {link}."
+    link = _link(out, record["study"], "verdict.json")
+    return f"`{record['command']}`: {'; '.join(details)}; [verdict.json]({link})."
+
+
+def _link(out: Path, study: str, file: str) -> str:
+    """The address of a study's file in the report, which is next to the folder."""
+    return quote(f"{report_path(out).stem}/{study}/{file}")
 
 
 def _heading(record: Mapping[str, Any]) -> str:
