@@ -128,4 +128,4 @@ def test_speed_is_measured() -> None:
     model = ViTConfig(width=32, depth=1, heads=2, mlp_dim=32, patch=(8, 8), image_size=(16, 16), classes=5)
     found = speed.measure(Config(model=model, batch=4, device="cpu"), speed.Path())
     assert found["images_per_second"] > 0
-    assert found["largest_batch"] == speed.estimate_batch(model) > 1000
+    assert found["largest_batch"] > 1000

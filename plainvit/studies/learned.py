@@ -23,7 +23,7 @@ from torch.nn.functional import avg_pool2d
 
 from plainvit.analyse import attention, embeddings
 from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
-from plainvit.config import Augment, Config, Optim, ResNetConfig, ViTConfig
+from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.data.generated import Shapes, shapes
 from plainvit.data.splits import open_splits
 from plainvit.device import choose_device
@@ -31,6 +31,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import mean_ranks, rank_correlation
 from plainvit.models import ViT
 from plainvit.studies.bases import base, vit
+from plainvit.studies.compute import make_stem
 from plainvit.studies.measures import limit_images, load_model, untrained_config
 from plainvit.studies.study import Arm, Budget, Results, define
 from plainvit.studies.verdict import Criterion, above, contrast
@@ -201,9 +202,8 @@ def read_heads(values: dict[str, float]) -> np.ndarray:
 def hybrid_arms(budget: Budget) -> dict[str, Arm]:
     """The same Transformer with equally many tokens, from pixels or from a ResNet."""
     config = wide_patches(budget)
-    model, blocks = vit(config), (1,)  # stride 4
-    stem = ResNetConfig(blocks=blocks, classes=0, preactivation=False, padding="same", standardise="std+1e-5")
-    hybrid = model.replace(stem=stem.replace(norm_eps=1e-6), patch=(1, 1))
+    model = vit(config)
+    hybrid = model.replace(stem=make_stem((1,)), patch=(1, 1))  # stride 4
     assert hybrid.grid == model.grid
     return {"ViT": Arm(config), "hybrid": Arm(config.replace(model=hybrid))}
 
