@@ -147,14 +147,14 @@ def write_report(out: Path) -> Path:
 def make_report(out: Path) -> str:
     records = read_verdicts(out)
     own = bool(records) and not any(record["number"] for record in records.values())
-    rest = [name for name in read_claims() if name not in records and not own]
-    paragraphs = [*_introduction(records, len(rest), own=own), *_overview(records)]
+    claims = {} if own else read_claims()
+    paragraphs = [*_introduction(records, len(claims | records), own=own), *_overview(records, claims)]
     for record in records.values():
         paragraphs += _section(record, out) if is_current(record) else ()
     return "\n\n".join([*paragraphs, *_history(records)]) + "\n"
 
 
-def _introduction(records: Mapping[str, Mapping[str, Any]], rest: int, *, own: bool) -> Iterator[str]:
+def _introduction(records: Mapping[str, Mapping[str, Any]], count: int, *, own: bool) -> Iterator[str]:
     counts = Counter(record["outcome"] for record in records.values() if is_current(record))
     outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLOURS if counts[outcome])
     if own:
@@ -165,7 +165,7 @@ def _introduction(records: Mapping[str, Mapping[str, Any]], rest: int, *, own: b
         return
     yield "# The paper's claims, tested"
     yield from (_wrap(text) for text in (INTRODUCTION, METHOD, COMMANDS))
-    summary = f"{counts.total()} of {len(records) + rest} studies have a verdict under the current rules"
+    summary = f"{counts.total()} of {count} studies have a verdict under the current rules"
     yield f"**{summary}: {outcomes}.** {UNNUMBERED}" if outcomes else f"**{summary}.** {UNNUMBERED}"
 
 
@@ -173,11 +173,10 @@ def _wrap(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 118))
 
 
-def _overview(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _overview(records: dict[str, dict[str, Any]], claims: dict[str, dict[str, Any]]) -> Iterator[str]:
     """One row for each study: claim, verdict, deciding effect, data and number of runs."""
     rows: list[tuple[object, ...]] = []
-    claims = read_claims() if any(record["number"] for record in records.values()) or not records else {}
-    for name, claim in (claims | {name: record for name, record in records.items() if name not in claims}).items():
+    for name, claim in (claims | records | claims).items():  # the claims first, as they are now
         record = records.get(name, {})
         about = claim.get("number") or "", claim["claim"]
         if record and is_current(record):
