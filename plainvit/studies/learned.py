@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch.nn.functional import avg_pool2d
 
 from plainvit.analyse import attention, embeddings
-from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
+from plainvit.analyse.drawings import plot_heads
+from plainvit.analyse.figures import PANEL, new_figure, styled
 from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.data.generated import Shapes, shapes
 from plainvit.data.splits import open_splits
@@ -182,12 +182,8 @@ def draw_attention(results: Results) -> Figure:
     figure, axes = new_figure(1, len(results.values), PANEL)
     for panel, arm in zip(axes[0], results.values, strict=True):
         heads = np.array([read_heads(row) for row in results.values[arm]])  # [runs, layers, heads]
-        layers = np.arange(1, heads.shape[1] + 1)
-        x = np.broadcast_to(layers[:, None], heads.shape)
-        panel.scatter(x, heads, s=16, color=COLOURS["blue"], alpha=0.5, linewidths=0)
-        panel.plot(layers, heads.mean((0, 2)), color=COLOURS["orange"], label="mean of layer")
-        panel.set(title=f"{arm}: attention distance, px", xlabel="layer", ylim=(0, None))
-        panel.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        plot_heads(panel, heads, f"{arm}: attention distance, px")
+        panel.set(ylim=(0, None))
         panel.legend(loc="lower right")
     return figure
 
