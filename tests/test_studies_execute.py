@@ -174,6 +174,15 @@ def test_missing_gpu_data_or_weights_raise_before_the_first_run(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+def test_published_weights_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not below the data root, but in the hub's cache, which is empty here."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    study = make_study({"a": Arm(config(model=None, init="vit_s16_augreg_i21k_i1k_224"))})
+    with pytest.raises(ValueError, match="hf download"):
+        run_study(study, Settings("cpu", tmp_path, quiet=True))
+
+
 # Edited weights -------------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from plainvit.studies.report import is_current
 from plainvit.studies.runs import Task, Workers, execute
 from plainvit.studies.study import Arm, Study
 from plainvit.studies.verdict import Verdict
+from plainvit.weights.reading import resolve
 
 log = logging.getLogger("plainvit")
 
@@ -123,16 +124,17 @@ def check_verdict(study: Study, budget: Budget, folder: Path) -> None:
 
 
 def _set_root(arm: Arm, data_root: str) -> Arm:
-    """Datasets and published weights are below it."""
+    """Datasets are below it, and weights unless they are a published name or an address."""
     config = arm.config.replace(data_root=data_root)
-    return replace(arm, config=config.replace(init=str(Path(data_root) / config.init)) if config.init else config)
+    path = Path(data_root) / config.init
+    return replace(arm, config=config.replace(init=str(path)) if config.init and path.exists() else config)
 
 
 def _check_data(arms: Mapping[str, Arm]) -> None:
     """Fails before the first run if data or published weights are missing."""
-    for path in {arm.config.init for arm in arms.values() if arm.config.init}:
-        if not Path(path).exists():
-            raise DataError(f"{path} is missing: choose --data-root so that it has these weights")
+    for init, root in {(arm.config.init, arm.config.data_root) for arm in arms.values() if arm.config.init}:
+        if not resolve(init).exists():
+            raise DataError(f"{Path(root) / init} is missing: choose --data-root so that it has these weights")
     for data, root in {(arm.config.data, arm.config.data_root) for arm in arms.values() if arm.is_trained}:
         _check_set(data, root)
 
