@@ -40,7 +40,9 @@ def make_study(arms: dict[str, Arm], name: str = "own", **fields: Any) -> Study:
 # Arms -----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_arm_is_defined_after_the_one_it_starts_from() -> None:
+def test_invalid_arms_raise_before_the_first_run() -> None:
+    with pytest.raises(ValueError, match="`arms`"):
+        Plan(make_study({}), {"a": Arm(config(), is_compared=False)}, 1, Path())
     with pytest.raises(ValueError, match="'a' starts from 'b'"):
         Plan(make_study({}), {"a": Arm(config(model=None), parent="b"), "b": Arm(config())}, 1, Path())
 

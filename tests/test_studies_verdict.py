@@ -111,6 +111,8 @@ def test_a_part_decides_next_to_one_that_holds(part: Criterion, outcome: str) ->
 
 def test_fewer_than_three_runs_decide_nothing() -> None:
     assert decide([above("", welch([0.0, 0.0], [1.0, 1.0]))], fewest=2).outcome == "inconclusive"
+    with pytest.raises(ValueError, match="`criteria`"):
+        decide([])
     one = welch([0.0], [1.0])
     assert math.isinf(one.interval[1])
     assert one.tail(0) == 1

@@ -64,6 +64,8 @@ class Plan:
     jobs: dict[str, list[Job]] = field(default_factory=dict)  # by arm
 
     def __post_init__(self) -> None:
+        if not any(arm.is_compared for arm in self.arms.values()):
+            raise ValueError(f"study {self.study.name} compares nothing: its `arms` must return at least one arm")
         self.definition = hash_definition(self.arms)
         self.add_jobs()
 

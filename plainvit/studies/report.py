@@ -82,9 +82,10 @@ def is_current(record: Mapping[str, Any]) -> bool:
     return "parts" in record and record["rule"] == read_claims().get(record["study"], record)["rule"]
 
 
-def count_runs(record: Mapping[str, Any]) -> int:
-    """The largest number of runs of an arm."""
-    return max((len(rows) for rows in record["values"].values()), default=0)
+def count_runs(record: Mapping[str, Any]) -> str:
+    """The largest number of runs of an arm, in words."""
+    count = max((len(rows) for rows in record["values"].values()), default=0)
+    return f"{count} run{'s' * (count != 1)} per arm"
 
 
 # Terminal -------------------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def render_summary(records: Sequence[Mapping[str, Any]], out: Path) -> Group:
     lines: list[Text] = []
     for record in records:
         head = (f"{record['study']}: ", "bold"), (record["outcome"], COLOURS.get(record["outcome"], ""))
-        lines.append(Text.assemble(*head, f", {count_runs(record)} runs per arm"))
+        lines.append(Text.assemble(*head, f", {count_runs(record)}"))
         lines += [
             Text(f"  {name} {effect} ({need}), {holds}") for name, effect, need, *_, holds in _criterion_rows(record)
         ]
@@ -209,7 +210,7 @@ def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
         criterion=criterion["name"], effect=describe_effect(criterion), need=criterion["need"]
     )
     limits = f" Limits: {claim['limits']}" if claim.get("limits") else ""
-    yield f"**{record['outcome']}**, {count_runs(record)} runs per arm. {meaning}{limits}"
+    yield f"**{record['outcome']}**, {count_runs(record)}. {meaning}{limits}"
     if (folder / "figure.png").is_file():
         yield f"![{name}: {_cell(claim['claim'])}]({_link(out, name, 'figure.png')})"
     heads = ("criterion", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
@@ -227,7 +228,7 @@ def _history(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             old["number"] or "",
             name,
             old["outcome"],
-            f"{old['budget']}, {count_runs(old)} runs per arm",
+            f"{old['budget']}, {count_runs(old)}",
             old["why"],
             ", ".join(_commits(old)),
         )

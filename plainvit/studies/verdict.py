@@ -168,6 +168,8 @@ def decide(criteria: Sequence[Criterion], fewest: int = FEWEST, note: str = "") 
 
     fewest: runs of the smallest arm; with less than three nothing is decided.
     """
+    if not criteria:
+        raise ValueError("the study has no criteria: its `criteria` must return at least one")
     p_values = [min(criterion.p_for, criterion.p_against) for criterion in criteria]
     p_values = np.nan_to_num(p_values, nan=1.0).tolist()  # NaN decides nothing
     tested = [number for number, criterion in enumerate(criteria) if criterion.runs]
