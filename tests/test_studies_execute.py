@@ -157,10 +157,11 @@ def test_an_error_in_a_rule_stops_only_its_study(tmp_path: Path) -> None:
     arms, ledger = {"a": Arm(config(), is_trained=False)}, Ledger(tmp_path / "ledger.jsonl")
     measure = lambda *_: {"top1": 0.5}  # noqa: E731
     bad = make_study(arms, "bad", criteria=lambda results: [results.above("a", "b")], measure=measure)
-    good = make_study(arms, "good", measure=measure)
+    good = make_study(arms, "good", measure=measure, spec="my.py:good")
     found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), InProcess()))  # pyright: ignore[reportArgumentType]
     assert isinstance(found[bad], ValueError)
     assert found[good] == run_study(good, Settings("cpu", tmp_path, quiet=True))
+    assert report.read_verdicts(tmp_path)["good"]["rule_commit"] is None, "its rule is not in claims.toml"
     runs = Ledger(ledger.file).runs.values()
     assert len(runs) == 5
     assert all(one["device"] for one in runs), "without training, too"

@@ -165,7 +165,7 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
         "seeds": plan.count,
         "values": results.values,
         "data": sorted({arm.config.data for arm in results.arms.values() if arm.config.data}),
-        "rule_commit": find_rule_commit(study),
+        "rule_commit": None if study.spec else find_rule_commit(study),
         "definition": plan.definition,
         "seconds": runs["seconds"],
         "runs": runs,
@@ -200,7 +200,7 @@ def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
 
 
 def find_rule_commit(study: Study) -> str | None:
-    """The commit that wrote the rule, for one of the project's own studies in a checkout."""
+    """The commit that wrote the rule of one of the project's studies, in a checkout."""
     command = ["git", "log", "-1", "--format=%h", f"-S{study.rule}", "--", CLAIMS.name]
     try:
         output = subprocess.run(command, cwd=CLAIMS.parent, capture_output=True, text=True, check=True)
