@@ -278,6 +278,8 @@ def test_invalid_own_studies_exit_with_2(own_file: Path, capsys: Capture) -> Non
     for name in ("positions", "runs", "../rate"):
         own_file.write_text(code.replace('name="rate"', f'name="{name}"'))
         assert f"name '{name}'" in fail(capsys, "study", f"{own_file}:STUDY", code=2)
+    own_file.write_text(code.replace("xlabel=", "measure=lambda *_: {}, xlabel="))
+    assert "measure of STUDY" in fail(capsys, "study", f"{own_file}:STUDY", code=2)
     own_file.write_text("1 / 0")
     assert "ZeroDivisionError" in fail(capsys, "study", f"{own_file}:STUDY", code=2)
 
