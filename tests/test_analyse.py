@@ -29,7 +29,6 @@ from plainvit.analyse.findings import analyse_filters
 from plainvit.analyse.subject import Subject, gather, open_images
 from plainvit.config import About
 from plainvit.data.decode import DataError
-from plainvit.data.generated import Shapes
 from plainvit.data.sources import open_source
 from plainvit.models import ResNet, ViT
 from plainvit.names import configure
@@ -241,7 +240,6 @@ def test_rollout_lies_on_the_object_of_a_trained_model_and_not_of_an_untrained_o
     made = shapes_config("cpu").replace(data="shapes:size=32,count=6000", steps=700, holdout=0.02, workers=0)
     plainvit.fit(made, tmp_path / "run", quiet=True)
     source = open_source("shapes:size=32,count=200", "test")
-    assert isinstance(source, Shapes)
     model = plainvit.load(tmp_path / "run").eval()
     mass, area, _ = rollout_on_object(model, source, 200)
     assert scipy.stats.wilcoxon(mass, area, alternative="greater").pvalue < 0.01

@@ -34,7 +34,7 @@ from plainvit.analyse.explorer import (
     pooled_grid,
 )
 from plainvit.analyse.page import render_page
-from plainvit.config import About, ViTConfig
+from plainvit.config import About
 from plainvit.models import Trace
 from plainvit.names import configure
 
@@ -44,7 +44,6 @@ HOSTILE = ["</script><img src=x onerror=document.title='harmed'>", '"><svg onloa
 def without_weights(name: str, image_size: int = 224) -> Any:
     """What a plan reads of a model."""
     config = configure(name, image_size=image_size)
-    assert isinstance(config, ViTConfig)
     return SimpleNamespace(config=config, blocks=range(config.depth))
 
 

@@ -14,7 +14,6 @@ from verdicts import along, plant
 import plainvit
 from plainvit.config import Config
 from plainvit.data.decode import DataError
-from plainvit.models import ViT
 from plainvit.studies import execute, report, transfer
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.execute import NoDeviceError, Settings
@@ -165,7 +164,7 @@ def test_an_error_in_a_rule_stops_only_its_study(tmp_path: Path) -> None:
     measure = lambda *_: {"top1": 0.5}  # noqa: E731
     bad = make_study(arms, "bad", criteria=lambda results: [results.above("a", "b")], measure=measure)
     good = make_study(arms, "good", measure=measure, spec="my.py:good")
-    found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), InProcess()))  # pyright: ignore[reportArgumentType]
+    found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), InProcess()))
     assert isinstance(found[bad], ValueError)
     assert found[good] == run_study(good, Settings("cpu", tmp_path, quiet=True))
     assert report.read_verdicts(tmp_path)["good"]["rule_commit"] is None, "its rule is not in claims.toml"
@@ -204,12 +203,6 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_vit(folder: Path) -> ViT:
-    model = plainvit.load(folder)
-    assert isinstance(model, ViT)
-    return model
-
-
 def test_new_positions_are_new_and_all_else_is_kept(before: Path) -> None:
     made = config(model=None, data="digits:56789", image_size=16, seed=1)
     new = transfer.redraw_positions(before, made)
@@ -225,13 +218,8 @@ def test_new_positions_are_new_and_all_else_is_kept(before: Path) -> None:
 
 
 def test_a_new_last_layer_keeps_the_hidden_one(before: Path) -> None:
-    old, new = (
-        load_vit(before),
-        transfer.redraw_last_layer(before, config(model=None, data="digits:56789", head="keep")),
-    )
-    assert old.pre_logits is not None
-    assert new.pre_logits is not None
-    assert new.head is not None
+    old = plainvit.load(before)
+    new = transfer.redraw_last_layer(before, config(model=None, data="digits:56789", head="keep"))
     assert torch.equal(old.pre_logits.weight, new.pre_logits.weight)
     assert new.head.weight.shape == (5, 16)
     assert float(new.head.weight.detach().std()) == pytest.approx(16**-0.5, rel=0.25)
