@@ -3,8 +3,18 @@
 from concurrent.futures import Future
 from typing import Any
 
-from plainvit.config import to_json
+from plainvit.studies.execute import Settings, run_studies
 from plainvit.studies.runs import Task, execute
+from plainvit.studies.study import Study
+from plainvit.studies.verdict import Verdict
+
+
+def run_study(study: Study, settings: Settings, workers: Any = None) -> Verdict:
+    """Run one study. Raises the reason if there is no verdict."""
+    ((_, verdict),) = run_studies([study], settings, workers or InProcess())
+    if isinstance(verdict, Exception):
+        raise verdict
+    return verdict
 
 
 class InProcess:
@@ -21,7 +31,7 @@ class InProcess:
         return (None,) * (self.count - len(self.running))
 
     def execute(self, task: Task) -> dict[str, Any]:
-        return execute(to_json(task.config), task.folder, task.measures, task.is_trained)
+        return execute(task)
 
     def start(self, task: Task) -> None:
         future: Future = Future()

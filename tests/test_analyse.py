@@ -15,8 +15,10 @@ import torch
 from pictures import plant, plant_classes, png
 from PIL import Image
 from shell import Capture, fail, report
+from small_runs import config as small_config
 from small_runs import fail as fail_with
 from small_runs import without_figures
+from subjects import make_subject, predictor
 from tiny import filled, hybrid, vit
 
 import plainvit
@@ -25,15 +27,13 @@ from plainvit.analyse.attention import NotApplicableError
 from plainvit.analyse.explorer import explorer_section
 from plainvit.analyse.findings import analyse_filters
 from plainvit.analyse.subject import Subject, gather, open_images
-from plainvit.config import About, Augment, Config, Optim, ViTConfig
+from plainvit.config import About
 from plainvit.data.decode import DataError
-from plainvit.data.generated import Shapes
 from plainvit.data.sources import open_source
-from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ResNet, ViT
 from plainvit.names import configure
 from plainvit.runtime.display import Display
-from plainvit.studies.learned import rollout_on_object
+from plainvit.studies.learned import rollout_on_object, shapes_config
 
 ALONE = {"pool": "average", "class_token": False}
 KINDS: dict[str, Any] = {
@@ -61,17 +61,6 @@ def resnet() -> ResNet:
 
 
 every_kind = pytest.mark.parametrize("kind", tiny.mostly_slow(KINDS, 7))
-
-
-def predictor(model: Any) -> Predictor:
-    return Predictor(model.float(), device="cpu", precision="fp32")
-
-
-def make_subject(model: Any, count: int = 3) -> Subject:
-    generator = torch.Generator().manual_seed(0)
-    shape = (count, 3, *model.config.image_size)
-    shown = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    return Subject(predictor(model), shown, [f"{place}.png" for place in range(count)], None)
 
 
 def run_all(subject: Subject) -> tuple[set[str], list[str]]:
@@ -142,10 +131,7 @@ def test_analysis_writes_figures_data_and_page(folder: Path, tmp_path: Path, cap
 @pytest.mark.slow
 def test_a_run_folder_needs_no_data_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_figures(monkeypatch)
-    model = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(8, 8), classes=0)
-    made = Config(model=model, data="digits", steps=2, batch=16, holdout=0.05, evaluations=1, workers=0,
-                  augment=Augment(crop="none"))  # fmt: skip
-    plainvit.fit(made, tmp_path / "numerals", quiet=True)
+    plainvit.fit(small_config(steps=2, evaluations=1), tmp_path / "numerals", quiet=True)
     written = analyse_model(tmp_path / "numerals", count=4, device="cpu", quiet=True)
     assert written.report == tmp_path / "numerals" / "analysis.html"
     assert "Analysis of numerals" in written.report.read_text()
@@ -251,15 +237,9 @@ def test_rollout_lies_on_the_object_of_a_trained_model_and_not_of_an_untrained_o
     With Google's larger ones, texture alone draws attention to the object before any training.
     """
     without_figures(monkeypatch)
-    shape = ViTConfig(
-        width=64, depth=4, heads=4, mlp_dim=128, patch=(4, 4), image_size=(32, 32), classes=0, init="timm"
-    )
-    optim, augment = Optim(lr=1e-3, warmup=0.2, weight_decay=0.05), Augment(crop="none")
-    made = Config(model=shape, data="shapes:size=32,count=6000", steps=700, batch=64, holdout=0.02, optim=optim,
-                  augment=augment, evaluations=1, workers=0)  # fmt: skip
+    made = shapes_config("cpu").replace(data="shapes:size=32,count=6000", steps=700, holdout=0.02, workers=0)
     plainvit.fit(made, tmp_path / "run", quiet=True)
     source = open_source("shapes:size=32,count=200", "test")
-    assert isinstance(source, Shapes)
     model = plainvit.load(tmp_path / "run").eval()
     mass, area, _ = rollout_on_object(model, source, 200)
     assert scipy.stats.wilcoxon(mass, area, alternative="greater").pvalue < 0.01

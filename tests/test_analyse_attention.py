@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from subjects import pixels
 from tiny import hybrid, vit
 from torch import Tensor
 
@@ -39,11 +40,6 @@ def model_of(**changes: Any) -> ViT:
     return model
 
 
-def images_for(model: ViT, count: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, 256, (count, 3, *model.config.image_size), dtype=torch.uint8, generator=generator)
-
-
 @pytest.fixture
 def explicit(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Attention by its formula, in place of the fused kernel; the weights of every layer, as leaves of autograd."""
@@ -72,7 +68,7 @@ def row_of(model: ViT, product: Tensor) -> Tensor:
 @every_kind
 def test_maps_equal_explicit_attention(changes: dict[str, Any], explicit: list[Tensor]) -> None:
     model = model_of(**changes)
-    images = images_for(model)
+    images = pixels(model)
     with torch.no_grad():
         model(images)
     attentions = list(explicit)
@@ -91,7 +87,7 @@ def test_maps_equal_explicit_attention(changes: dict[str, Any], explicit: list[T
 @every_kind
 def test_relevance_equals_autograd_through_explicit_attention(changes: dict[str, Any], explicit: list[Tensor]) -> None:
     model = model_of(**changes)
-    images = images_for(model, 2)
+    images = pixels(model, 2)
     chosen = torch.tensor([4, 1])
     found = relevance(model, images, chosen)
     explicit.clear()
@@ -114,7 +110,7 @@ def test_uniform_attention_has_the_analytic_distance() -> None:
     (h, w), (p, q) = model.config.grid, model.config.patch
     places = [(p * y, q * x) for y in range(h) for x in range(w)]
     expected = sum(math.dist(a, b) for a in places for b in places) / len(places) ** 2
-    distance = attention_distance(model, images_for(model))
+    distance = attention_distance(model, pixels(model))
     torch.testing.assert_close(distance, torch.full((model.config.depth, model.config.heads), expected).double())
 
 
@@ -142,14 +138,14 @@ def test_axial_layers_attend_along_one_axis() -> None:
     (h, w), (p, q) = model.config.grid, model.config.patch
     assert patch_distances(model, 0).max() == q * (w - 1)
     assert patch_distances(model, 1).max() == p * (h - 1)
-    assert attention_distance(model, images_for(model)).shape == (len(model.blocks), model.config.heads)
+    assert attention_distance(model, pixels(model)).shape == (len(model.blocks), model.config.heads)
     with pytest.raises(ValueError, match="axial"):
-        rollout(model, images_for(model))
+        rollout(model, pixels(model))
 
 
 def test_splitting_batches_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
-    images = images_for(model, 7)
+    images = pixels(model, 7)
     whole = attention_distance(model, images), rollout(model, images)
     monkeypatch.setattr("plainvit.analyse.attention.MAX_WEIGHTS", 3 * model.config.heads * model.config.tokens**2)
     torch.testing.assert_close(attention_distance(model, images), whole[0])

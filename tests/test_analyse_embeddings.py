@@ -44,9 +44,6 @@ def test_zero_is_grey_in_filter_images() -> None:
     assert images.dtype == np.uint8
     assert images[0, 1, 2].tolist() == [255, 64, 128]
     assert (images[1] == 128).all()
-    assert filters_to_rgb(tiles[..., :1]).shape == (2, 4, 4, 3)
-    with pytest.raises(ValueError, match="4 channels"):
-        filters_to_rgb(np.zeros((1, 2, 2, 4)))
 
 
 def test_sinusoids_have_their_analytic_similarity() -> None:

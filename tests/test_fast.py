@@ -115,7 +115,7 @@ def test_recomputed_resnet_has_the_same_gradients() -> None:
 WITHOUT = """
 import sys
 sys.modules["plainvit.models.fast"] = None  # any import of it fails
-import plainvit, plainvit.analyse.run, plainvit.analyse.report, torch
+import plainvit, plainvit.analyse.report, torch
 done = plainvit.fit(plainvit.recipe("digits").replace(steps=2), sys.argv[1], quiet=True, bare=True)
 model = plainvit.load(done.folder)
 torch.testing.assert_close(model(torch.zeros(1, 3, 8, 8)), done.model(torch.zeros(1, 3, 8, 8)))

@@ -18,7 +18,7 @@ import torch
 from small_runs import run_command
 from torch import Tensor
 
-from plainvit.analyse.run import read_run
+from plainvit.analyse.report import read_run
 from plainvit.evaluate.predict import describe_accuracy_of_run
 from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, _state_hash, file_hash
 from plainvit.runtime.folder import read_commit, read_results, run_seconds

@@ -231,12 +231,12 @@ def test_every_study_has_planted_results_of_each_outcome() -> None:
 def test_planted_results_are_decided(name: str, case: Case) -> None:
     study, means = ALL[name], case[0]
     if isinstance(next(iter(means.values())), tuple):
-        means = along(study, means)  # pyright: ignore[reportArgumentType]
+        means = along(study, means)
     spread = case[2] if len(case) == 3 else 0.001
-    results = plant(study, means, spread)  # pyright: ignore[reportArgumentType]
+    results = plant(study, means, spread)
     verdict = study.decide(results)
     assert verdict.outcome == case[1], verdict.why
-    assert study.decide(plant(study, means, spread, runs=2)).outcome == OPEN  # pyright: ignore[reportArgumentType]
+    assert study.decide(plant(study, means, spread, runs=2)).outcome == OPEN
     assert draw_study(study, results).axes
 
 

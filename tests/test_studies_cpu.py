@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from in_process import InProcess
+from in_process import run_study
 from PIL import Image
 
 from plainvit.studies import report
-from plainvit.studies.execute import Settings, run_study
+from plainvit.studies.execute import Settings
 from plainvit.studies.registry import studies
 from plainvit.studies.study import Arm
 
@@ -31,7 +31,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_study_runs_at_the_cpus_budget(name: str, out: Path) -> None:
     study = studies()[name]
     short = replace(study, arms=lambda budget: {arm: shorten(one) for arm, one in study.arms(budget).items()})
-    verdict = run_study(short, Settings("cpu", out, runs=1, quiet=True), InProcess())  # pyright: ignore[reportArgumentType]
+    verdict = run_study(short, Settings("cpu", out, runs=1, quiet=True))
     folder = out / name
     assert {file.name for file in folder.iterdir()} == {"figure.png", "verdict.json"}
     record = report.read_verdict(folder / "verdict.json")

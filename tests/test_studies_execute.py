@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import small_runs as runs
 import torch
+from in_process import InProcess, run_study
 from verdicts import along, plant
 
 import plainvit
 from plainvit.config import Config
 from plainvit.data.decode import DataError
-from plainvit.models import ViT
 from plainvit.studies import execute, report, transfer
-from plainvit.studies.execute import NoDeviceError, Settings, run_study
+from plainvit.studies.drawings import draw_study
+from plainvit.studies.execute import NoDeviceError, Settings
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time
 from plainvit.studies.registry import studies
@@ -39,9 +40,17 @@ def make_study(arms: dict[str, Arm], name: str = "own", **fields: Any) -> Study:
 # Arms -----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_arm_is_defined_after_the_one_it_starts_from() -> None:
+def test_invalid_arms_raise_before_the_first_run() -> None:
+    with pytest.raises(ValueError, match="`arms`"):
+        Plan(make_study({}), {"a": Arm(config(), is_compared=False)}, 1, Path())
     with pytest.raises(ValueError, match="'a' starts from 'b'"):
         Plan(make_study({}), {"a": Arm(config(model=None), parent="b"), "b": Arm(config())}, 1, Path())
+
+
+def test_groups_without_places_are_drawn_side_by_side() -> None:
+    study = make_study({"a": Arm(config(), group="g"), "b": Arm(config(), group="h")})
+    figure = draw_study(study, plant(study, {"": 0.5}))
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["a", "b"]
 
 
 def test_seeds_differ_between_arms_and_are_the_same_in_all_studies() -> None:
@@ -110,7 +119,7 @@ def test_a_study_from_runs_to_a_verdict(tmp_path: Path) -> None:
     assert len(seeds) == 6, "independent"
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert len(before) == 6
-    assert run_study(study, Settings("cpu", tmp_path, runs=2, quiet=True), Workers()) == verdict
+    assert run_study(study, Settings("cpu", tmp_path, runs=2, quiet=True)) == verdict
     after = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").rglob("model.safetensors")}
     assert after == before, "nothing is run again"
 
@@ -137,9 +146,7 @@ def test_a_verdict_under_another_rule_is_kept_as_history(tmp_path: Path) -> None
 def test_verdicts_are_written_from_the_ledger_alone(tmp_path: Path) -> None:
     """The committed runs give the committed verdicts, without GPU and data; intervals are fields."""
     docs = Path(__file__).parent.parent / "docs" / "studies"
-    verdict = run_study(
-        studies()["activation"], Settings("gpu", tmp_path, ledger=docs / "ledger.jsonl", quiet=True), Workers()
-    )
+    verdict = run_study(studies()["activation"], Settings("gpu", tmp_path, ledger=docs / "ledger.jsonl", quiet=True))
     record, committed = (report.read_verdict(out / "activation" / "verdict.json") for out in (tmp_path, docs))
     for name in ("rule", "definition", "budget", "outcome", "values", "seeds", "data"):
         assert record[name] == committed[name], name
@@ -156,10 +163,11 @@ def test_an_error_in_a_rule_stops_only_its_study(tmp_path: Path) -> None:
     arms, ledger = {"a": Arm(config(), is_trained=False)}, Ledger(tmp_path / "ledger.jsonl")
     measure = lambda *_: {"top1": 0.5}  # noqa: E731
     bad = make_study(arms, "bad", criteria=lambda results: [results.above("a", "b")], measure=measure)
-    good = make_study(arms, "good", measure=measure)
-    found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), Workers()))
-    assert isinstance(found[bad], KeyError)
-    assert found[good] == run_study(good, Settings("cpu", tmp_path, quiet=True), Workers())
+    good = make_study(arms, "good", measure=measure, spec="my.py:good")
+    found = dict(execute.run_studies([bad, good], Settings("cpu", tmp_path, quiet=True), InProcess()))
+    assert isinstance(found[bad], ValueError)
+    assert found[good] == run_study(good, Settings("cpu", tmp_path, quiet=True))
+    assert report.read_verdicts(tmp_path)["good"]["rule_commit"] is None, "its rule is not in claims.toml"
     runs = Ledger(ledger.file).runs.values()
     assert len(runs) == 5
     assert all(one["device"] for one in runs), "without training, too"
@@ -168,11 +176,20 @@ def test_an_error_in_a_rule_stops_only_its_study(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_gpu_data_or_weights_raise_before_the_first_run(tmp_path: Path) -> None:
     with pytest.raises(NoDeviceError, match="--budget cpu"):
-        run_study(POOLING, Settings("gpu", tmp_path), Workers())
+        run_study(POOLING, Settings("gpu", tmp_path))
     for arm in (Arm(config(data=str(tmp_path / "nowhere"))), Arm(config(model=None, init="nowhere/model.safetensors"))):
         with pytest.raises(DataError, match="nowhere"):
-            run_study(make_study({"a": arm}), Settings("cpu", tmp_path, quiet=True), Workers())
+            run_study(make_study({"a": arm}), Settings("cpu", tmp_path, quiet=True))
     assert not list(tmp_path.iterdir())
+
+
+def test_published_weights_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not below the data root, but in the hub's cache, which is empty here."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    study = make_study({"a": Arm(config(model=None, init="vit_s16_augreg_i21k_i1k_224"))})
+    with pytest.raises(ValueError, match="hf download"):
+        run_study(study, Settings("cpu", tmp_path, quiet=True))
 
 
 # Edited weights -------------------------------------------------------------------------------------------------------
@@ -184,12 +201,6 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "before"
     fit(config(model=runs.MODEL.replace(representation=16), data="digits:01234"), folder, quiet=True, bare=True)
     return folder
-
-
-def load_vit(folder: Path) -> ViT:
-    model = plainvit.load(folder)
-    assert isinstance(model, ViT)
-    return model
 
 
 def test_new_positions_are_new_and_all_else_is_kept(before: Path) -> None:
@@ -207,13 +218,8 @@ def test_new_positions_are_new_and_all_else_is_kept(before: Path) -> None:
 
 
 def test_a_new_last_layer_keeps_the_hidden_one(before: Path) -> None:
-    old, new = (
-        load_vit(before),
-        transfer.redraw_last_layer(before, config(model=None, data="digits:56789", head="keep")),
-    )
-    assert old.pre_logits is not None
-    assert new.pre_logits is not None
-    assert new.head is not None
+    old = plainvit.load(before)
+    new = transfer.redraw_last_layer(before, config(model=None, data="digits:56789", head="keep"))
     assert torch.equal(old.pre_logits.weight, new.pre_logits.weight)
     assert new.head.weight.shape == (5, 16)
     assert float(new.head.weight.detach().std()) == pytest.approx(16**-0.5, rel=0.25)

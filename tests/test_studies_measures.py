@@ -30,12 +30,6 @@ MODEL = ViTConfig(width=24, depth=1, heads=2, mlp_dim=24, patch=(4, 4), image_si
 TUNED = Config(data="digits", holdout=0.3, steps=5, model=MODEL)
 
 
-def small_vit(config: ViTConfig = SMALL) -> ViT:
-    model = build(config)
-    assert isinstance(model, ViT)
-    return model
-
-
 def saved(model: ViT, folder: Path) -> Path:
     plainvit.save(model, folder / "model.safetensors")
     return folder
@@ -73,7 +67,6 @@ def test_overfitting_is_measured_on_the_training_images(run: tuple[Config, Path]
 def test_halves_of_the_held_out_images_make_up_the_whole(run: tuple[Config, Path]) -> None:
     config, folder = run
     found, val = measures.halves(config, folder), open_splits(config).val
-    assert val is not None
     sizes = {"choice": (len(val) + 1) // 2, "top1": len(val) // 2}
     right = sum(found[name] * size for name, size in sizes.items())
     assert right == pytest.approx(held_out(config, folder)["top1"] * len(val), abs=1.01)
@@ -107,7 +100,7 @@ def test_untrained_model_has_the_initial_weights_of_its_seed(tmp_path: Path) -> 
 
 def test_planted_positions_are_found(tmp_path: Path) -> None:
     """Waves of the row and the column: near is similar, row and column stand out."""
-    model = small_vit()
+    model = build(SMALL)
     (h, w), width = SMALL.grid, SMALL.width // 4
     y, x = np.divmod(np.arange(h * w), w)
     waves = np.concatenate([f(np.outer(at, np.ones(width)) / 4) for at in (y, x) for f in (np.sin, np.cos)], 1)
@@ -140,7 +133,7 @@ def test_effective_rank() -> None:
 
 def test_planted_filters_are_found(tmp_path: Path) -> None:
     """Kernels that are slopes along both axes: of rank two and smooth."""
-    model = small_vit()
+    model = build(SMALL)
     slope = torch.arange(4.0) - 1.5
     basis = torch.stack((slope[:, None].expand(4, 4), slope.expand(4, 4))).expand(3, 2, 4, 4).transpose(0, 1)
     weights = torch.randn(SMALL.width, 2, generator=torch.Generator().manual_seed(0)) @ basis.reshape(2, -1)
@@ -160,13 +153,13 @@ def test_statistics_of_distances() -> None:
     assert numbers["nearest"] == min(found[0])
     assert numbers["range_over_half"] == pytest.approx(np.ptp(found[0]) - found.max() / 2)
     assert numbers["late_over_early"] == pytest.approx(found[5:].mean() - found[:2].mean())
-    assert numbers["rise"] == pytest.approx(spearmanr(range(7), found.mean(1)).statistic)  # pyright: ignore
+    assert numbers["rise"] == pytest.approx(spearmanr(range(7), found.mean(1)).statistic)
     assert np.array_equal(learned.read_heads(numbers), found)
 
 
 def even(config: ViTConfig) -> ViT:
     """All queries are zero, so that each token attends to all others equally."""
-    model = small_vit(config)
+    model = build(config)
     for name, weight in model.named_parameters():
         if "qkv" in name:
             weight.data[: config.width] = 0
@@ -187,7 +180,7 @@ def test_the_share_of_a_rollout_on_an_object() -> None:
     source = shapes("val", "size=32,count=6")
     mass, area, _ = learned.rollout_on_object(even(config), source, 6)
     assert mass == pytest.approx(area, rel=1e-5)
-    model = small_vit(config.replace(init="google"))
+    model = build(config.replace(init="google"))
     model.initialise(torch.Generator().manual_seed(0)).embedding.weight.data.mul_(5)
     mass, _, maps = learned.rollout_on_object(model.eval(), source, 6)
     for index, rolled in enumerate(maps):

@@ -13,8 +13,7 @@ from plainvit.config import Config, Optim
 from plainvit.disk import read_json
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, order_plans
-from plainvit.studies.queue import FailedRunsError, Queue
-from plainvit.studies.registry import studies
+from plainvit.studies.queue import Queue
 from plainvit.studies.runs import RESULTS_VERSION, Task, Workers, list_changes, run_hash, run_name
 from plainvit.studies.study import Arm, Study, held_out, rate_arms
 from plainvit.studies.transfer import redraw_positions
@@ -33,7 +32,7 @@ def make_plan(name: str, arms: Mapping[str, Config | Arm], folder: Path, **field
     return Plan(study, dict(made), 1, folder)
 
 
-def drain(plans: list[Plan], ledger: Ledger, workers: Any = None, **limits: float) -> dict[str, FailedRunsError | None]:
+def drain(plans: list[Plan], ledger: Ledger, workers: Any = None, **limits: float) -> dict[str, Exception | None]:
     queue = Queue(plans, ledger, workers or InProcess(), quiet=True, **limits)
     return {plan.study.name: error for plan, error in queue.run()}
 
@@ -77,15 +76,12 @@ def test_run_hash_depends_on_settings_that_affect_the_result() -> None:
 
 
 def test_a_new_option_does_not_change_the_names_of_runs() -> None:
-    """Settings at their defaults are not part of a name; these are names in docs/studies/ledger.jsonl."""
+    """Settings at their defaults are not part of a name."""
     assert list_changes(Config(data="digits", optim=Optim(lr=1e-3, clip=2.0))) == {
         "kind": "Config",
         "data": "digits",
         "optim": {"kind": "Optim", "clip": 2.0},
     }
-    arms = studies()["activation"].arms("gpu")
-    names = {job.run for jobs in Plan(studies()["activation"], arms, 8, Path()).jobs.values() for job in jobs}
-    assert names <= Ledger(Path(__file__).parent.parent / "docs" / "studies" / "ledger.jsonl").runs.keys()
 
 
 def test_the_results_version_belongs_to_the_golden_losses() -> None:
@@ -189,6 +185,16 @@ def test_runs_of_an_extended_grid_come_before_those_of_other_studies(tmp_path: P
     assert {job.run for job in plans[0].all_jobs()} <= set(workers.names[:6])
 
 
+def test_a_measure_without_the_metric_that_chooses_a_rate_fails_its_study_only(tmp_path: Path) -> None:
+    plans = [
+        make_plan("rates", rate_arms("a", config(), (0.1, 0.2)), tmp_path),
+        make_plan("b", {"b": config()}, tmp_path),
+    ]
+    found = drain(plans, Ledger(tmp_path / "ledger.jsonl"))
+    assert "'choice'" in str(found["rates"])
+    assert found["b"] is None
+
+
 def test_weights_that_cannot_be_edited_fail_their_study_only(tmp_path: Path) -> None:
     arms = {"edited": Arm(config(model=None, init="nowhere"), edit=redraw_positions)}
     plans = [make_plan("edited", arms, tmp_path), make_plan("other", {"a": config()}, tmp_path)]
@@ -198,10 +204,11 @@ def test_weights_that_cannot_be_edited_fail_their_study_only(tmp_path: Path) -> 
 
 
 def test_own_measurements_are_made_in_this_process(tmp_path: Path) -> None:
-    """Functions of a user's file are unknown to the workers."""
-    plan = make_plan("own", {"a": config()}, tmp_path, measure=lambda *_: {"top1": 0.5}, spec="my.py:STUDY")
+    """Functions of a user's file are unknown to the workers, also where a study of the project has the same run."""
+    own = make_plan("own", {"a": config()}, tmp_path, measure=lambda *_: {"top1": 0.5}, spec="my.py:STUDY")
+    other = make_plan("other", {"b": config()}, tmp_path)
     ledger, workers = Ledger(tmp_path / "ledger.jsonl"), InProcess()
-    assert drain([plan], ledger, workers) == {"own": None}
-    assert workers.measured == [()]
-    assert plan.results(ledger).samples("a") == [0.5]
+    assert drain([own, other], ledger, workers) == {"own": None, "other": None}
+    assert workers.measured == [(held_out,)]
+    assert own.results(ledger).samples("a") == [0.5]
     assert json.loads(ledger.file.read_text())["is_trained"]

@@ -34,7 +34,7 @@ def test_contrast_is_that_of_the_regression_slope() -> None:
     """With one observation of each mean, the weights give the slope of linregress."""
     x, y = [1.0, 2.0, 4.0, 7.0], [0.3, 0.4, 0.9, 1.1]
     found = contrast([(weight, [value] * 2) for weight, value in zip(verdict.slope_weights(x), y, strict=True)])
-    assert found.effect == pytest.approx(stats.linregress(x, y).slope)  # pyright: ignore[reportAttributeAccessIssue]
+    assert found.effect == pytest.approx(stats.linregress(x, y).slope)
 
 
 @pytest.mark.parametrize("freedom", [1.0, 1.7, 4.0, 9.3, 500.0])
@@ -66,7 +66,7 @@ def test_rank_correlation_is_scipys() -> None:
     a, b = random.integers(0, 5, (2, 7, 9)).astype(float)  # with ties
     ranked, linear = verdict.rank_correlations(a, b), verdict.correlations(a, b)
     for at, (x, y) in enumerate(zip(a, b, strict=True)):
-        assert ranked[at] == pytest.approx(stats.spearmanr(x, y).statistic)  # pyright: ignore[reportAttributeAccessIssue]
+        assert ranked[at] == pytest.approx(stats.spearmanr(x, y).statistic)
         assert linear[at] == pytest.approx(stats.pearsonr(x, y).statistic)
     assert verdict.correlations(np.ones((1, 4)), a[:1, :4])[0] == 0
 
@@ -111,6 +111,8 @@ def test_a_part_decides_next_to_one_that_holds(part: Criterion, outcome: str) ->
 
 def test_fewer_than_three_runs_decide_nothing() -> None:
     assert decide([above("", welch([0.0, 0.0], [1.0, 1.0]))], fewest=2).outcome == "inconclusive"
+    with pytest.raises(ValueError, match="`criteria`"):
+        decide([])
     one = welch([0.0], [1.0])
     assert math.isinf(one.interval[1])
     assert one.tail(0) == 1

@@ -1,6 +1,7 @@
 """The command `study`: its list, its report, interruptions."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -11,32 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_runs as runs
 import torch
+from in_process import run_study
 from rich.console import Console
+from shell import Capture, fail, run
 
 from plainvit.cli import main
 from plainvit.data.decode import DataError
+from plainvit.runtime.folder import finite
 from plainvit.studies import report
 from plainvit.studies.claims import read_claims
-from plainvit.studies.execute import Settings, run_study
+from plainvit.studies.execute import Settings
 from plainvit.studies.registry import own_study, studies
-from plainvit.studies.runs import Workers
-from plainvit.studies.study import Arm, Results, Study
-from plainvit.studies.verdict import fact
+from plainvit.studies.study import Results
+from plainvit.studies.verdict import above, decide, fact, welch
 
-Capture = pytest.CaptureFixture[str]
 COMMAND = Path(sys.executable).with_name("plainvit")
 DOCS = Path(__file__).parent.parent / "docs"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-
-
-def run_invalid(capsys: Capture, *words: str, code: int = 2) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["study", *words])
-    out, err = capsys.readouterr()
-    assert (caught.value.code, out) == (code, "")
-    return err
 
 
 PART = {"name": "a - b", "need": "> 0", "effect": 0.01, "low": 0.005, "high": 0.015, "runs": 10, "unit": "points"}
@@ -82,6 +75,7 @@ def test_claims_are_those_of_the_studies() -> None:
 
 def test_listing_shows_verdicts_and_loads_no_torch(tmp_path: Path, capsys: Capture) -> None:
     plant(tmp_path, "positions", 1, "inconclusive", budget="gpu")
+    plant(tmp_path, "axial", 18, "not decided", rule="an earlier rule")
     code = "import sys; from plainvit.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     words = ["study", "list", "--out", str(tmp_path)]
     rows = json.loads(subprocess.check_output([sys.executable, "-c", code, *words, "--json"]))
@@ -143,6 +137,23 @@ def test_the_outcome_rests_on_its_weakest_part(outcome: str, deciding: str) -> N
     assert report.find_deciding_criterion({"outcome": outcome, "parts": parts})["name"] == deciding
 
 
+def test_links_of_the_report_lead_to_its_folder(tmp_path: Path) -> None:
+    """Also where the folder is a link, and has spaces in its name."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "my studies").symlink_to(tmp_path / "elsewhere")
+    plant(tmp_path / "my studies", "positions", 1)
+    links = re.findall(r"\]\((?!https?:|#)(.*?)\)", report.write_report(tmp_path / "my studies").read_text())
+    assert links == ["my%20studies/positions/figure.png", "my%20studies/positions/verdict.json"]
+
+
+def test_numbers_that_are_nan_are_reported(tmp_path: Path) -> None:
+    verdict = decide([above("b - a", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0])), fact("f", math.nan, "1", False)])
+    plant(tmp_path, "positions", 1, verdict.outcome, parts=finite(verdict.criteria))
+    text = report.make_report(tmp_path)
+    assert "| b - a | ? [?, ?] | > 0 | 6 | 1 | open |" in text
+    assert "| f | ? | 1 |  | 0 | no |" in text
+
+
 def test_a_verdict_of_an_earlier_rule_is_history(tmp_path: Path) -> None:
     plant(tmp_path, "positions", 1, "not decided", rule="a rule")
     text = report.make_report(tmp_path)
@@ -179,7 +190,7 @@ def test_a_damaged_verdict_exits_with_3(damage: Any, tmp_path: Path, capsys: Cap
     file.write_text(damage if isinstance(damage, str) else json.dumps(json.loads(file.read_text()) | damage))
     with pytest.raises(DataError, match="positions"):
         report.make_report(tmp_path)
-    assert run_invalid(capsys, "list", "--out", str(tmp_path), code=3).count("\n") == 1
+    fail(capsys, "study", "list", "--out", tmp_path)
 
 
 # Flags ----------------------------------------------------------------------------------------------------------------
@@ -195,7 +206,7 @@ def test_a_damaged_verdict_exits_with_3(damage: Any, tmp_path: Path, capsys: Cap
     ],
 )
 def test_invalid_arguments_exit_with_2(words: tuple[str, ...], message: str, capsys: Capture, tmp_path: Path) -> None:
-    assert message in run_invalid(capsys, *words, "--out", str(tmp_path / "out"))
+    assert message in fail(capsys, "study", *words, "--out", tmp_path / "out", code=2)
     assert not (tmp_path / "out").exists()
 
 
@@ -206,10 +217,10 @@ def test_the_plan_comes_before_the_gpu_is_needed(capsys: Capture, tmp_path: Path
     plan = capsys.readouterr().err
     assert "positions: 32 runs, about " in plan
     assert "all 2 studies: 40 runs, about " in plan  # plain attention is one of the arms of both
-    assert run_invalid(capsys, *words, code=5).startswith(plan)
-    err = run_invalid(capsys, *words, "--json", code=5)
-    assert err.count("\n") == 1
-    assert "needs a CUDA GPU" in err
+    code, out, err = run(capsys, "study", *words)
+    assert (code, out) == (5, "")
+    assert err.startswith(plan)
+    assert "needs a CUDA GPU" in fail(capsys, "study", *words, "--json", code=5)
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -222,17 +233,10 @@ def test_the_plan_of_all_studies_reuses_the_committed_runs(capsys: Capture) -> N
     assert all(lines[name].startswith("0 runs") for name in decided if name != "stochastic-depth")  # only on a CPU
 
 
-def make_study(name: str, data: str = "digits") -> Study:
-    arms = {"a": Arm(runs.config(steps=2, evaluations=1, data=data))}
-    criteria = lambda results: [fact("arms", len(results.values), "1", True)]  # noqa: E731
-    return Study(name=name, number=90, claim="c", source="s", rule="r", arms=lambda _: arms, criteria=criteria)
-
-
-@without_gpu
 def test_a_smaller_budget_does_not_replace_a_larger_ones_verdict(tmp_path: Path) -> None:
-    plant(tmp_path, "tiny", 90, budget="gpu")
+    plant(tmp_path, "positions", 1, budget="gpu")
     with pytest.raises(ValueError, match="--budget gpu"):
-        run_study(make_study("tiny"), Settings("cpu", tmp_path, quiet=True), Workers())
+        run_study(studies()["positions"], Settings("cpu", tmp_path, quiet=True))
 
 
 # Own studies ----------------------------------------------------------------------------------------------------------
@@ -268,14 +272,16 @@ def test_the_study_that_the_docs_show_decides(high: float, outcome: str, own_fil
 
 def test_invalid_own_studies_exit_with_2(own_file: Path, capsys: Capture) -> None:
     code = own_file.read_text()
-    assert "no.py" in run_invalid(capsys, f"{own_file.parent}/no.py:STUDY")
-    assert "FILE.py:STUDY; it defines STUDY" in run_invalid(capsys, str(own_file))
-    assert "no study 'base'" in run_invalid(capsys, f"{own_file}:base")
+    assert "no.py" in fail(capsys, "study", f"{own_file.parent}/no.py:STUDY", code=2)
+    assert "FILE.py:STUDY; it defines STUDY" in fail(capsys, "study", str(own_file), code=2)
+    assert "no study 'base'" in fail(capsys, "study", f"{own_file}:base", code=2)
     for name in ("positions", "runs", "../rate"):
         own_file.write_text(code.replace('name="rate"', f'name="{name}"'))
-        assert f"name '{name}'" in run_invalid(capsys, f"{own_file}:STUDY")
+        assert f"name '{name}'" in fail(capsys, "study", f"{own_file}:STUDY", code=2)
+    own_file.write_text(code.replace("xlabel=", "measure=lambda *_: {}, xlabel="))
+    assert "measure of STUDY" in fail(capsys, "study", f"{own_file}:STUDY", code=2)
     own_file.write_text("1 / 0")
-    assert "ZeroDivisionError" in run_invalid(capsys, f"{own_file}:STUDY")
+    assert "ZeroDivisionError" in fail(capsys, "study", f"{own_file}:STUDY", code=2)
 
 
 # Interruptions --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ The model runs with its fused kernel. The attention weights of each layer are re
 so that memory holds one layer of one batch.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,15 +21,22 @@ MAX_WEIGHTS = 60_000_000  # attention weights in memory at the same time: 240 MB
 
 
 class AttentionReducer(Trace):
-    """A trace that passes each layer's attention [B, H, N, N] to `reduce` and stores nothing."""
+    """A trace that stores `reduce(layer, attention)` of each layer in place of its attention [B, H, N, N]."""
 
-    def __init__(self, reduce: Callable[[int, Tensor], None]) -> None:
+    def __init__(self, reduce: Callable[[int, Tensor], Any]) -> None:
         super().__init__("block*/attention")
-        self.reduce, self.layer = reduce, 0
+        self.reduce = reduce
+        self.results: list[Any] = []
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self.reduce(self.layer, value)
-        self.layer += 1
+        self.results.append(self.reduce(len(self.results), value))
+
+
+def reduce_attention(model: ViT, images: Tensor, reduce: Callable[[int, Tensor], Any]) -> list[Any]:
+    """`reduce(layer, attention [B, H, N, N])` of each layer, from one forward pass."""
+    reducer = AttentionReducer(reduce)
+    model(images, reducer)
+    return reducer.results
 
 
 class NotApplicableError(ValueError):
@@ -72,11 +80,8 @@ def attention_distance(model: ViT, images: Tensor) -> Tensor:
     model = require_vit(model)
     total = torch.zeros(len(model.blocks), model.config.heads, dtype=torch.float64)
     for batch in split_batches(model, images):
-
-        def add(layer: int, attention: Tensor, count: int = len(batch)) -> None:
-            total[layer] += count * layer_distance(model, layer, attention).double().cpu()
-
-        model(batch, AttentionReducer(add))
+        distances = reduce_attention(model, batch, lambda layer, attention: layer_distance(model, layer, attention))
+        total += len(batch) * torch.stack(distances).double().cpu()
     return total / len(images)
 
 
@@ -111,36 +116,26 @@ def rollout(model: ViT, images: Tensor, *, residual: bool = True) -> Tensor:
 
     residual: average each layer's matrix with the identity, as in that paper; the ViT paper's text does not.
     """
-
-    def multiply(product: Tensor | None, attention: Tensor) -> Tensor:
-        mean = attention.mean(1)  # [B, N, N]
-        mean = (mean + torch.eye(mean.shape[-1], device=mean.device)) / 2 if residual else mean
-        return mean if product is None else mean @ product
-
-    return torch.cat([read_attention_map(model, product).cpu() for product in _fold_layers(model, images, multiply)])
+    model = require_global_attention(model)
+    maps: list[Tensor] = []
+    for batch in split_batches(model, images, 1 + len(model.blocks) // model.config.heads):  # it keeps a mean per layer
+        means = reduce_attention(model, batch, lambda _, attention: attention.mean(1))  # each [B, N, N]
+        if residual:
+            means = [(mean + torch.eye(mean.shape[-1], device=mean.device)) / 2 for mean in means]
+        product = functools.reduce(lambda product, mean: mean @ product, means)
+        maps.append(read_attention_map(model, product).cpu())
+    return torch.cat(maps)
 
 
 @torch.no_grad()
 @in_eval_mode
 def attention_maps(model: ViT, images: Tensor) -> Tensor:
     """[B, layers, heads, h, w]: attention of the class token; without one, the mean over all patches."""
-
-    def collect(maps: list[Tensor] | None, attention: Tensor) -> list[Tensor]:
-        return [*(maps or []), read_attention_map(model, attention).cpu()]
-
-    return torch.cat([torch.stack(maps, 1) for maps in _fold_layers(model, images, collect)])
-
-
-def _fold_layers(model: ViT, images: Tensor, combine: Callable[[Any, Tensor], Any]) -> Iterator[Any]:
-    """state = combine(state, attention) over the layers, from None; the last state of each batch."""
+    maps: list[Tensor] = []
     for batch in split_batches(require_global_attention(model), images):
-        state: list[Any] = [None]
-
-        def update(_: int, attention: Tensor, state: list[Any] = state) -> None:
-            state[0] = combine(state[0], attention)
-
-        model(batch, AttentionReducer(update))
-        yield state[0]
+        layers = reduce_attention(model, batch, lambda _, attention: read_attention_map(model, attention).cpu())
+        maps.append(torch.stack(layers, 1))
+    return torch.cat(maps)
 
 
 @in_eval_mode

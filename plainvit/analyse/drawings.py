@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -76,18 +77,23 @@ def _number_tiles(axis: Axis, numbers: np.ndarray, step: int, width: int) -> Non
 @styled()
 def draw_heads(values: np.ndarray, title: str, uniform: float) -> Figure:
     """A dot for each head by layer, the mean of each layer, and the value of uniform attention (Figure 7, right)."""
-    layers, heads = values.shape
     figure, axes = new_axes(PANEL)
-    numbers = np.arange(1, layers + 1)
     axes.axhline(uniform, color=COLOURS["grey"], linewidth=1, linestyle=(0, (4, 3)), label="uniform attention")
-    dots = {"s": 14, "color": COLOURS["blue"], "alpha": 0.55, "linewidths": 0}
-    axes.scatter(np.repeat(numbers, heads), values.ravel(), label="head", **dots)
-    axes.plot(numbers, values.mean(1), color=COLOURS["orange"], marker="" if layers > 1 else "o", label="mean of layer")
-    axes.set(xlim=(0.5, layers + 0.5), ylim=(0, 1.06 * max(uniform, float(np.nanmax(values)), 1e-6)))
-    axes.set(xlabel="layer", title=title)
-    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    plot_heads(axes, values[None], title)
+    axes.set(ylim=(0, 1.06 * max(uniform, float(np.nanmax(values)), 1e-6)))
     figure.legend(loc="outside lower left", ncols=3, columnspacing=1.2, fontsize=8)  # covers no data
     return figure
+
+
+def plot_heads(axes: Axes, values: np.ndarray, title: str) -> None:
+    """A dot for each head by layer, and the mean of each layer; values [runs, layers, heads]."""
+    layers = np.arange(1, values.shape[1] + 1)
+    x = np.broadcast_to(layers[:, None], values.shape)
+    axes.scatter(x, values, s=14, color=COLOURS["blue"], alpha=0.55, linewidths=0, label="head")
+    marker = "" if len(layers) > 1 else "o"
+    axes.plot(layers, values.mean((0, 2)), color=COLOURS["orange"], marker=marker, label="mean of layer")
+    axes.set(xlabel="layer", xlim=(0.5, len(layers) + 0.5), title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
 
 
 def overlay_heat(image: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -47,11 +47,9 @@ def filters(model: ViT | ResNet, count: int = TILES) -> Filters:
 
 def filters_to_rgb(tiles: np.ndarray) -> np.ndarray:
     """uint8 RGB: grey is 0; each tile is scaled by its largest absolute value."""
-    if tiles.shape[-1] not in (1, 3):
-        raise NotApplicableError(f"filters with {tiles.shape[-1]} channels cannot be drawn: expected 1 or 3")
     scale = abs(tiles).max((1, 2, 3), keepdims=True)
     levels = 127.5 + 127.5 * tiles / np.where(scale > 0, scale, 1)
-    return np.broadcast_to(levels.round().astype(np.uint8), (*levels.shape[:-1], 3))
+    return levels.round().astype(np.uint8)
 
 
 @torch.no_grad()

@@ -175,7 +175,7 @@ def summary_table(done: Evaluation) -> Group:
     for name in TITLES:
         if name in card.metrics and (name != "top5" or done.result.classes > FEW):
             ends, value = card.intervals.get(name), card.metrics[name]
-            between = " to ".join(to_unit(name, end) for end in ends) if ends else ""
+            between = " to ".join(to_unit(name, end) for end in ends) if ends and np.isfinite(ends).all() else ""
             table.add_row(TITLES[name], to_unit(name, value), between)
     data = card.data
     counts = [f"{card.images:,} images"]

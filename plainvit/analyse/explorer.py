@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from plainvit.analyse.attention import AttentionReducer, require_global_attention
+from plainvit.analyse.attention import reduce_attention, require_global_attention
 from plainvit.analyse.page import CRISP, Html, Section, data_url, element, make_section, pluralize
 from plainvit.analyse.subject import Subject
 from plainvit.models import ViT
@@ -83,15 +83,14 @@ class View(NamedTuple):
 @in_eval_mode
 def compute_views(model: ViT, image: Tensor, plan: Plan) -> list[View]:
     """Views of one image [3, H, W] from one forward pass: for each layer its mean, then its single heads if planned."""
-    views: list[View] = []
 
-    def add(layer: int, attention: Tensor) -> None:
-        views.append(_make_view(model, attention[0].mean(0), plan.pool))
-        if layer in plan.layers:
-            views.extend(_make_view(model, head, plan.head_pool) for head in attention[0])
+    def make_views(layer: int, attention: Tensor) -> list[View]:
+        mean = _make_view(model, attention[0].mean(0), plan.pool)
+        heads = attention[0] if layer in plan.layers else ()
+        return [mean, *(_make_view(model, head, plan.head_pool) for head in heads)]
 
-    require_global_attention(model)(image[None].to(model.embedding.weight.device), AttentionReducer(add))
-    return views
+    images = image[None].to(model.embedding.weight.device)
+    return list(itertools.chain(*reduce_attention(require_global_attention(model), images, make_views)))
 
 
 def _make_view(model: ViT, attention: Tensor, pool: int) -> View:

@@ -46,7 +46,8 @@ def read_masked_figures(folder: Path) -> list[tuple[int, np.ndarray]]:
     chosen = sorted({paths[0], paths[len(paths) // 2], paths[-1]}) if paths else []
     figures = []
     for path in chosen:
-        with contextlib.suppress(OSError, ValueError), Image.open(path, formats=("PNG",)) as image:
+        errors = OSError, ValueError, Image.DecompressionBombError
+        with contextlib.suppress(*errors), Image.open(path, formats=("PNG",)) as image:
             if max(image.size) <= LARGEST:
                 figures.append((int(path.stem.removeprefix("masked-")), np.asarray(image.convert("RGB"))))
     return figures

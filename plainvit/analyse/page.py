@@ -75,7 +75,7 @@ def element(name: str, *children: object, **attributes: str | None) -> Html:
     """element("p", "a < b", class_="note") is <p class="note">a &lt; b</p>; attributes of None are omitted."""
     present = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     opening = "".join((f"<{name}", *(f' {key}="{escape(value)}"' for key, value in present.items()), ">"))
-    return Html(opening if name in ("img", "input", "meta") else f"{opening}{join(children)}</{name}>")
+    return Html(opening if name == "img" else f"{opening}{join(children)}</{name}>")
 
 
 def render_page(

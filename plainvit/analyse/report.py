@@ -9,6 +9,7 @@ It shows what the folder contains.
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,17 @@ import numpy as np
 
 from plainvit.analyse import page
 from plainvit.analyse.confusion import class_section, confusion_section
-from plainvit.analyse.curves import curves_section
+from plainvit.analyse.curves import Table, curves_section, tabulate
 from plainvit.analyse.figures import number, printable
 from plainvit.analyse.gallery import Sample, predictions_section
 from plainvit.analyse.headline import make_facts, make_headline
 from plainvit.analyse.masked import read_masked_figures
 from plainvit.analyse.page import Html, Section
-from plainvit.analyse.run import Run, read_run
 from plainvit.config import Config, flatten, to_json
-from plainvit.disk import write_text
+from plainvit.disk import read_json, write_text
 from plainvit.evaluate.metrics import class_metrics
 from plainvit.runtime.display import readable
+from plainvit.runtime.folder import metrics
 
 OBJECTIVES = {
     "masked": " without labels, by masked patch prediction",
@@ -38,6 +39,40 @@ STATES = {
     "diverged": "This run diverged",
     "failed": "This run failed",
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """The contents of a run folder; files that do not exist yet are empty."""
+
+    folder: Path
+    config: dict[str, Any]
+    data: dict[str, Any]
+    results: dict[str, Any]
+    environment: dict[str, Any]
+    status: dict[str, Any]
+    curves: Table
+
+    @property
+    def split(self) -> str:
+        """The split that the report shows: test if there is one."""
+        return next((split for split in page.SPLIT if split in self.results), "")
+
+    def result(self, split: str) -> dict[str, Any]:
+        return self.results.get(split, {})
+
+    def images(self, split: str) -> float:
+        return number(self.data.get("splits", {}).get(split, {}).get("images"))
+
+    @property
+    def classes(self) -> list[str]:
+        return list(map(printable, self.data.get("classes", [])))
+
+
+def read_run(folder: Path) -> Run:
+    names = "config", "data", "results", "environment", "status"
+    parts = {name: read_json(folder / f"{name}.json") for name in names}
+    return Run(folder, **parts, curves=tabulate(metrics(folder)))
 
 
 def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") -> Path:
@@ -139,8 +174,8 @@ def _step_facts(run: Run) -> list[Html]:
         return []
     hours = number(run.config.get("hours"))
     limited = f"of {planned:,.0f}: limited by --hours {hours:g}" if planned > taken and hours > 0 else ""
-    passes = f"{epochs[-1]:,.1f} epochs".replace(".0 ", " ") if len(epochs) else ""
-    return [page.fact("steps", f"{taken:,.0f}", limited, passes)]
+    passes = f"{epochs[-1]:,.1f}".removesuffix(".0") if len(epochs) else ""
+    return [page.fact("steps", f"{taken:,.0f}", limited, f"{passes} epoch{'s' * (passes != '1')}" if passes else "")]
 
 
 def _notices(run: Run) -> Iterable[Html]:
@@ -203,9 +238,10 @@ def _count_errors(run: Run) -> tuple[int, int] | None:
 
 
 def _confusion_sections(run: Run) -> list[Section]:
-    matrix = run.confusion()
-    if matrix is None:
+    counts = run.result(run.split).get("confusion")
+    if not counts:
         return []
+    matrix = np.array(counts, float)  # rows are true classes
     section = confusion_section(matrix, run.classes, page.SPLIT[run.split], run.folder)
     metrics = class_metrics(np.diag(matrix), matrix.sum(1), matrix.sum(0))
     return [section, class_section(metrics, run.classes)]

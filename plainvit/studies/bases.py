@@ -7,7 +7,7 @@ gpu      a ViT of 1.2 million parameters on CIFAR-10, for about 10 epochs: sever
 from plainvit.config import Augment, Config, Model, Optim, ViTConfig
 from plainvit.planning.datasets import CLASSES
 from plainvit.recipes import recipe
-from plainvit.studies.study import Budget
+from plainvit.studies.claims import Budget
 
 # Datasets for fine-tuning, the largest first
 DOWNSTREAM: dict[Budget, tuple[str, ...]] = {"cpu": ("digits:56789",), "gpu": ("cifar10", "flowers102")}
@@ -41,10 +41,6 @@ def by_adamw(budget: Budget) -> Config:
     return config.replace(optim=Optim(lr=1e-3, warmup=config.optim.warmup, weight_decay=0.1))
 
 
-def set_epochs(config: Config, epochs: float) -> Config:
-    return config.replace(steps=0, epochs=epochs)
-
-
 def pretrain_config(budget: Budget) -> Config:
     """Pre-training for all fine-tunings: the base on other classes, on a GPU on Tiny-ImageNet at half its size."""
     if budget == "cpu":
@@ -54,12 +50,13 @@ def pretrain_config(budget: Budget) -> Config:
     return config.replace(data="tiny-imagenet", augment=augment, steps=2000)
 
 
-def finetune_config(budget: Budget, data: str) -> Config:
-    """A short fine-tuning on one of DOWNSTREAM: a head of zeros, one rate, no weight decay.
+def finetune_config(budget: Budget, data: str = "") -> Config:
+    """A short fine-tuning, by default on the first of DOWNSTREAM: a head of zeros, one rate, no weight decay.
 
     Arms from scratch use it with a model. The optimizer is that of the base: the paper's SGD trains a ViT poorly from
     scratch.
     """
+    data = data or DOWNSTREAM[budget][0]
     match budget:
         case "cpu":
             optim = Optim(lr=1e-3, warmup=0.1)
@@ -74,7 +71,7 @@ def finetune_config(budget: Budget, data: str) -> Config:
 
 def finetune_rates(budget: Budget) -> tuple[float, ...]:
     """The fine-tuning's own and one to either side."""
-    lr = finetune_config(budget, DOWNSTREAM[budget][0]).optim.lr
+    lr = finetune_config(budget).optim.lr
     return lr / 3, lr, 3 * lr
 
 

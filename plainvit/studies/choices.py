@@ -12,7 +12,7 @@ from itertools import combinations
 
 from plainvit.config import Config
 from plainvit.planning import cost
-from plainvit.studies.bases import base, by_adamw, complete_model, plain, set_epochs, vit
+from plainvit.studies.bases import base, by_adamw, complete_model, plain, vit
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
 from plainvit.studies.verdict import Criterion, fact
@@ -62,7 +62,7 @@ RATE = 0.1  # of dropout, and of stochastic depth in the last block
 def long_run(budget: Budget) -> Config:
     if budget == "cpu":
         return plain(budget).replace(steps=200)
-    return set_epochs(plain(budget).replace(train_fraction=0.1), 60)
+    return plain(budget).replace(train_fraction=0.1, steps=0, epochs=60)
 
 
 def regularize(budget: Budget, decay: float, dropout: float = 0.0, stochastic_depth: float = 0.0) -> Config:

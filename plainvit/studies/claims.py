@@ -3,8 +3,10 @@
 import functools
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+Budget = Literal["cpu", "gpu"]
+BUDGETS: tuple[Budget, ...] = get_args(Budget)  # from the smallest
 CLAIMS = Path(__file__).with_name("claims.toml")
 PERCENT = ("top1", "few_shot", "overfitting")  # metrics that are shown in percent
 METRIC_TITLES = {

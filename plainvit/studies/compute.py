@@ -32,14 +32,14 @@ def models(budget: Budget) -> dict[str, tuple[Model, ...]]:
     """By kind, from the smallest: about the same multiply-adds for each size. A hybrid's stem is the same in all."""
     if budget == "cpu":  # larger copies of the digits leave a ResNet 3 x 3 cells after its root, a hybrid 4 x 4
         plain = vit(base(budget))
-        stem = plain.replace(image_size=(16, 16), patch=(1, 1), stem=_stem(()))
+        stem = plain.replace(image_size=(16, 16), patch=(1, 1), stem=make_stem(()))
         return {
             "ViT": (plain.replace(width=48, mlp_dim=96), plain, plain.replace(depth=6)),
             "ResNet": tuple(resnet(blocks, 12) for blocks in ((1,), (2,), (2, 1))),
             "hybrid": tuple(stem.replace(width=w, depth=d, mlp_dim=2 * w) for w, d in ((32, 2), (64, 2), (64, 5))),
         }
     plain = vit(base(budget))
-    stem = plain.replace(patch=(1, 1), stem=_stem(()))
+    stem = plain.replace(patch=(1, 1), stem=make_stem(()))
     sizes = {width: {"width": width, "heads": width // 32, "mlp_dim": 4 * width} for width in (64, 96, 128)}
     return {
         "ViT": tuple(plain.replace(depth=depth, **sizes[width]) for width, depth in ((64, 6), (96, 6), (128, 7))),
@@ -52,7 +52,7 @@ def resnet(blocks: tuple[int, ...], side: int) -> ResNetConfig:
     return ResNetConfig(blocks=blocks, image_size=(side, side), classes=0)
 
 
-def _stem(blocks: tuple[int, ...]) -> ResNetConfig:
+def make_stem(blocks: tuple[int, ...]) -> ResNetConfig:
     shape = ResNetConfig(blocks=blocks, classes=0, preactivation=False, padding="same")
     return shape.replace(**STEM_NUMERICS["google"])
 

@@ -3,6 +3,7 @@
 Where the paper prints its numbers, they are shown in a second panel.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ def draw_study(study: Study, results: Results) -> Figure:
     """The study's own figure; otherwise its arms, next to the paper's numbers."""
     if study.draw:
         return study.draw(results)
-    has_curves = any(results.groups()) and not study.bars
+    have_places = not any(math.isnan(arm.x) for arm in results.arms.values())
+    has_curves = any(results.groups()) and have_places and not study.bars
     width = PANEL[0] if has_curves else max(PANEL[0], 0.75 * len(choose_shown(results)))
     figure, axes = new_figure(1, 2 if study.paper_figure else 1, (width, PANEL[1]))
     draw = draw_curves if has_curves else draw_arms

@@ -20,20 +20,20 @@ from typing import Any
 import torch
 
 from plainvit.analyse.figures import save
-from plainvit.config import to_json
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.disk import make_folder, read_json, write_text
 from plainvit.runtime.folder import environment, finite
-from plainvit.studies.claims import CLAIMS
+from plainvit.studies.claims import BUDGETS, CLAIMS, Budget
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan
 from plainvit.studies.queue import Queue
 from plainvit.studies.report import is_current
-from plainvit.studies.runs import Workers, execute
-from plainvit.studies.study import BUDGETS, Arm, Budget, Study
+from plainvit.studies.runs import Task, Workers, execute
+from plainvit.studies.study import Arm, Study
 from plainvit.studies.verdict import Verdict
+from plainvit.weights.reading import resolve
 
 log = logging.getLogger("plainvit")
 
@@ -81,15 +81,6 @@ def run_studies(
         yield plan.study, error or try_verdict(plan, ledger, settings)
 
 
-def run_study(study: Study, settings: Settings, workers: Workers) -> Verdict:
-    """Runs one study. Raises the reason if there is no verdict."""
-    for _, verdict in run_studies([study], settings, workers):
-        if isinstance(verdict, Exception):
-            raise verdict
-        return verdict
-    raise TimeoutError(f"{study.name}: the time was not enough; the same call resumes it")
-
-
 def plan_study(study: Study, settings: Settings, ledger: Ledger, *, can_train: bool) -> Plan:
     """Fails before the first run if the study cannot be run; if all runs are finished it needs neither GPU nor data."""
     check_verdict(study, settings.budget, settings.out / study.name)
@@ -109,7 +100,7 @@ def measure_untrained(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict
             return None
         assert job.measure
         try:
-            ledger.add(execute(to_json(job.config), plan.folder / run, (job.measure,), is_trained=False))
+            ledger.add(execute(Task(job.config, plan.folder / run, (job.measure,), is_trained=False)))
         except Exception as error:  # such as too little memory: the other studies continue
             return error
     return try_verdict(plan, ledger, settings)
@@ -133,16 +124,17 @@ def check_verdict(study: Study, budget: Budget, folder: Path) -> None:
 
 
 def _set_root(arm: Arm, data_root: str) -> Arm:
-    """Datasets and published weights are below it."""
+    """Datasets are below it, and weights unless they are a published name or an address."""
     config = arm.config.replace(data_root=data_root)
-    return replace(arm, config=config.replace(init=str(Path(data_root) / config.init)) if config.init else config)
+    path = Path(data_root) / config.init
+    return replace(arm, config=config.replace(init=str(path)) if config.init and path.exists() else config)
 
 
 def _check_data(arms: Mapping[str, Arm]) -> None:
     """Fails before the first run if data or published weights are missing."""
-    for path in {arm.config.init for arm in arms.values() if arm.config.init}:
-        if not Path(path).exists():
-            raise DataError(f"{path} is missing: choose --data-root so that it has these weights")
+    for init, root in {(arm.config.init, arm.config.data_root) for arm in arms.values() if arm.config.init}:
+        if not resolve(init).exists():
+            raise DataError(f"{Path(root) / init} is missing: choose --data-root so that it has these weights")
     for data, root in {(arm.config.data, arm.config.data_root) for arm in arms.values() if arm.is_trained}:
         _check_set(data, root)
 
@@ -173,7 +165,7 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
         "seeds": plan.count,
         "values": results.values,
         "data": sorted({arm.config.data for arm in results.arms.values() if arm.config.data}),
-        "rule_commit": find_rule_commit(study),
+        "rule_commit": None if study.spec else find_rule_commit(study),
         "definition": plan.definition,
         "seconds": runs["seconds"],
         "runs": runs,
@@ -208,7 +200,7 @@ def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
 
 
 def find_rule_commit(study: Study) -> str | None:
-    """The commit that wrote the rule, for one of the project's own studies in a checkout."""
+    """The commit that wrote the rule of one of the project's studies, in a checkout."""
     command = ["git", "log", "-1", "--format=%h", f"-S{study.rule}", "--", CLAIMS.name]
     try:
         output = subprocess.run(command, cwd=CLAIMS.parent, capture_output=True, text=True, check=True)

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch.nn.functional import avg_pool2d
 
 from plainvit.analyse import attention, embeddings
-from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
-from plainvit.config import Augment, Config, Optim, ResNetConfig, ViTConfig
+from plainvit.analyse.drawings import plot_heads
+from plainvit.analyse.figures import PANEL, new_figure, styled
+from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.data.generated import Shapes, shapes
 from plainvit.data.splits import open_splits
 from plainvit.device import choose_device
@@ -31,7 +31,8 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import mean_ranks, rank_correlation
 from plainvit.models import ViT
 from plainvit.studies.bases import base, vit
-from plainvit.studies.measures import load_model, untrained_config
+from plainvit.studies.compute import make_stem
+from plainvit.studies.measures import limit_images, load_model, untrained_config
 from plainvit.studies.study import Arm, Budget, Results, define
 from plainvit.studies.verdict import Criterion, above, contrast
 
@@ -145,8 +146,8 @@ def measure_attention(config: Config, folder: Path) -> dict[str, float]:
     predictor = Predictor(model, precision="fp32")
     source = open_splits(config).val
     assert source is not None
-    chosen = np.unique(np.linspace(0, len(source) - 1, IMAGES).astype(int))
-    images = predictor.stack(source.image(int(index)) for index in chosen)
+    chosen = limit_images(source, IMAGES)
+    images = predictor.stack(chosen.image(index) for index in range(len(chosen)))
     return summarize_distances(attention.attention_distance(model, images).numpy())
 
 
@@ -181,12 +182,8 @@ def draw_attention(results: Results) -> Figure:
     figure, axes = new_figure(1, len(results.values), PANEL)
     for panel, arm in zip(axes[0], results.values, strict=True):
         heads = np.array([read_heads(row) for row in results.values[arm]])  # [runs, layers, heads]
-        layers = np.arange(1, heads.shape[1] + 1)
-        x = np.broadcast_to(layers[:, None], heads.shape)
-        panel.scatter(x, heads, s=16, color=COLOURS["blue"], alpha=0.5, linewidths=0)
-        panel.plot(layers, heads.mean((0, 2)), color=COLOURS["orange"], label="mean of layer")
-        panel.set(title=f"{arm}: attention distance, px", xlabel="layer", ylim=(0, None))
-        panel.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        plot_heads(panel, heads, f"{arm}: attention distance, px")
+        panel.set(ylim=(0, None))
         panel.legend(loc="lower right")
     return figure
 
@@ -201,9 +198,8 @@ def read_heads(values: dict[str, float]) -> np.ndarray:
 def hybrid_arms(budget: Budget) -> dict[str, Arm]:
     """The same Transformer with equally many tokens, from pixels or from a ResNet."""
     config = wide_patches(budget)
-    model, blocks = vit(config), (1,)  # stride 4
-    stem = ResNetConfig(blocks=blocks, classes=0, preactivation=False, padding="same", standardise="std+1e-5")
-    hybrid = model.replace(stem=stem.replace(norm_eps=1e-6), patch=(1, 1))
+    model = vit(config)
+    hybrid = model.replace(stem=make_stem((1,)), patch=(1, 1))  # stride 4
     assert hybrid.grid == model.grid
     return {"ViT": Arm(config), "hybrid": Arm(config.replace(model=hybrid))}
 

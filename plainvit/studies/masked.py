@@ -12,14 +12,13 @@ from matplotlib.figure import Figure
 
 from plainvit.analyse.figures import COLOURS, PANEL, new_axes, styled
 from plainvit.config import Config, Masked
-from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, plain, pretrain_config, vit
+from plainvit.studies.bases import finetune_config, finetune_rates, plain, pretrain_config, vit
 from plainvit.studies.measures import halves, with_few_shot
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
 from plainvit.studies.verdict import Criterion, bootstrap, rank_correlations
 
 SHORTER = (64, 16, 4, 1)  # divisors of the pre-training steps
 LIMIT = 0.7  # of the rank correlation
-STARTS = ("scratch", "masked", "supervised")
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------
@@ -36,26 +35,18 @@ def masked_config(budget: Budget, shorter: int = 1) -> Config:
     return config.replace(steps=config.steps // shorter)
 
 
-def tuned_config(budget: Budget) -> Config:
-    return finetune_config(budget, DOWNSTREAM[budget][0])
-
-
-def scratch_config(budget: Budget) -> Config:
-    """The fine-tuning without pre-training."""
-    model = vit(supervised_config(budget)).replace(classes=0, representation=0)
-    return tuned_config(budget).replace(model=model)
-
-
 def arms(budget: Budget) -> dict[str, Arm]:
-    made = rate_arms("scratch", scratch_config(budget), finetune_rates(budget), group="scratch")
+    tuned = finetune_config(budget)
+    scratch = tuned.replace(model=vit(supervised_config(budget)).replace(classes=0, representation=0))
+    made = rate_arms("scratch", scratch, finetune_rates(budget), group="scratch")
     for name, config in {"masked": masked_config(budget), "supervised": supervised_config(budget)}.items():
         made[f"{name}, before"] = Arm(config, is_compared=False)
-        made |= rate_arms(name, tuned_config(budget), finetune_rates(budget), group=name, parent=f"{name}, before")
+        made |= rate_arms(name, tuned, finetune_rates(budget), group=name, parent=f"{name}, before")
     return made
 
 
 def criteria(results: Results) -> list[Criterion]:
-    scratch, masked, supervised = (results.best(start) for start in STARTS)
+    scratch, masked, supervised = (results.best(start) for start in ("scratch", "masked", "supervised"))
     return [results.above(masked, scratch), results.above(supervised, masked)]
 
 
@@ -66,7 +57,7 @@ def step_arms(budget: Budget) -> dict[str, Arm]:
         config = masked_config(budget, by)
         name = f"{config.steps:,} steps"
         arms[f"{name}, before"] = Arm(config, is_compared=False)
-        arms[name] = Arm(tuned_config(budget), x=config.steps, group="masked", parent=f"{name}, before")
+        arms[name] = Arm(finetune_config(budget), x=config.steps, group="masked", parent=f"{name}, before")
     return arms
 
 
@@ -103,7 +94,7 @@ def few_shot_arms(budget: Budget) -> dict[str, Arm]:
     arms: dict[str, Arm] = {}
     for name, config in upstream(budget).items():
         arms[f"{name}, before"] = Arm(config, is_compared=False)
-        arms[name] = Arm(tuned_config(budget), parent=f"{name}, before")
+        arms[name] = Arm(finetune_config(budget), parent=f"{name}, before")
     return arms
 
 

@@ -74,7 +74,7 @@ def criteria(results: Results) -> list[Criterion]:
 
 
 def averaging_arms(budget: Budget) -> dict[str, Arm]:
-    config = finetune_config(budget, DOWNSTREAM[budget][0])
+    config = finetune_config(budget)
     return {
         "before": Arm(pretrain_config(budget), is_compared=False),
         "last weights": Arm(config, parent="before"),

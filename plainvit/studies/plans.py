@@ -38,7 +38,6 @@ class Job:
     parent: str  # the run that it starts from
     edit: Callable[..., Any] | None  # makes its initial weights from those of `source`
     source: Path
-    is_local: bool  # measured in this process: functions of a user's file are unknown to the workers
 
     @cached_property
     def run(self) -> str:
@@ -65,6 +64,8 @@ class Plan:
     jobs: dict[str, list[Job]] = field(default_factory=dict)  # by arm
 
     def __post_init__(self) -> None:
+        if not any(arm.is_compared for arm in self.arms.values()):
+            raise ValueError(f"study {self.study.name} compares nothing: its `arms` must return at least one arm")
         self.definition = hash_definition(self.arms)
         self.add_jobs()
 
@@ -92,7 +93,6 @@ class Plan:
             parent=parent.name if arm.parent else "",
             edit=arm.edit,
             source=parent,
-            is_local=bool(self.study.spec),
         )
 
     def all_jobs(self) -> Iterator[Job]:

@@ -56,7 +56,7 @@ class Queue:
                 assert job.measure
                 self.measures.setdefault(run, {})[job.measure.__name__] = job.measure
 
-    def run(self) -> Iterator[tuple[Plan, FailedRunsError | None]]:
+    def run(self) -> Iterator[tuple[Plan, Exception | None]]:
         """Yields each plan when all of its runs are done, or with an error when some failed."""
         rest = list(self.plans)
         with RunsDisplay(self, quiet=self.quiet) as self.display:
@@ -65,9 +65,12 @@ class Queue:
                 ended_plans = [plan for plan in rest if not self.is_open(plan)]
                 for plan in ended_plans:
                     error = self.find_error(plan)
-                    if not error and plan.extend(self.ledger, can_train=self.can_train):
-                        self.add(plan, first=True)  # so that a nearly finished study does not wait for all others
-                        continue
+                    try:
+                        if not error and plan.extend(self.ledger, can_train=self.can_train):
+                            self.add(plan, first=True)  # so that a nearly finished study does not wait for all others
+                            continue
+                    except ValueError as invalid:  # such as a measure without the metric that chooses a rate
+                        error = invalid
                     rest.remove(plan)
                     yield plan, error
                 if ended_plans:
@@ -87,7 +90,7 @@ class Queue:
     def is_open(self, plan: Plan) -> bool:
         return any(job.is_missing(self.ledger) and job.run in self.missing for job in plan.all_jobs())
 
-    def find_error(self, plan: Plan) -> FailedRunsError | None:
+    def find_error(self, plan: Plan) -> Exception | None:
         jobs = list(plan.all_jobs())
         failed = [job for job in jobs if job.run in self.failed]
         if not failed:
@@ -102,13 +105,14 @@ class Queue:
             run = next((run for run in self.missing if run not in running and self.is_ready(run)), None)
             if run is None:
                 return
-            job, measures = self.missing[run], tuple(self.measures.get(run, {}).values())
+            job = self.missing[run]
+            measures = tuple(measure for measure in self.measures.get(run, {}).values() if not is_own(measure))
             try:
                 edit_weights(job)
             except Exception as error:
                 self.fail(run, error)
                 continue
-            self.workers.start(Task(job.config, self.folder / run, () if job.is_local else measures, job.is_trained))
+            self.workers.start(Task(job.config, self.folder / run, measures, job.is_trained))
             running.add(run)
 
     def is_ready(self, run: str) -> bool:
@@ -125,8 +129,8 @@ class Queue:
         job, measures = self.missing[run], self.measures.get(run, {})
         try:
             record = future.result()
-            if job.is_local:
-                record["values"] = {name: measure(task.config, task.folder) for name, measure in measures.items()}
+            own = {name: measure for name, measure in measures.items() if is_own(measure)}
+            record["values"] |= {name: measure(task.config, task.folder) for name, measure in own.items()}
         except Exception as error:
             self.fail(run, error)
         else:
@@ -165,6 +169,11 @@ class RunsDisplay(Display):
         estimated = sum(job.seconds for job in self.queue.missing.values())
         seconds = self.queue.expect_time(estimated) / self.queue.workers.count
         return f"{readable(seconds)} left" if seconds else ""
+
+
+def is_own(measure: Measure) -> bool:
+    """Whether it is measured in this process: functions of a user's file are unknown to the workers."""
+    return not measure.__module__.startswith("plainvit.")
 
 
 def edit_weights(job: Job) -> None:

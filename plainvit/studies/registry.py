@@ -39,4 +39,6 @@ def own_study(word: str) -> "Study":
     study: Study = getattr(module, name)
     if not re.fullmatch(r"\w[\w-]*", study.name) or study.name in (*studies(), "runs", "all"):
         raise ValueError(f"{file}: invalid or reserved study name {study.name!r}: choose another, such as 'my-study'")
+    if getattr(study.measure, "__name__", "<lambda>") == "<lambda>":
+        raise ValueError(f"{file}: the measure of {name} must be a function with a name, by which results are stored")
     return replace(study, spec=word)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rich.console import Group
 from rich.table import Table
@@ -21,12 +22,11 @@ from rich.text import Text
 from plainvit.data.decode import DataError
 from plainvit.disk import read_json, write_text
 from plainvit.runtime.display import readable
-from plainvit.studies.claims import METRIC_TITLES, PERCENT, read_claims
+from plainvit.studies.claims import BUDGETS, METRIC_TITLES, PERCENT, read_claims
 from plainvit.studies.verdict import describe_effect
 
 OLD_OUTCOMES = ("reproduced", "not reproduced", "not decided")  # outcomes of 0.1
 COLOURS = {"supported": "green", "contradicted": "red", "inconclusive": "yellow"}
-BUDGETS = ("cpu", "gpu")  # from the smallest
 NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "why", "metric", "values", "command")
 NEEDED += ("seconds", "environment")
 UNNUMBERED = "Number 29, the VTAB groups (Figure 2), has no decision rule: see `plainvit vtab`."
@@ -82,17 +82,18 @@ def is_current(record: Mapping[str, Any]) -> bool:
     return "parts" in record and record["rule"] == read_claims().get(record["study"], record)["rule"]
 
 
-def count_runs(record: Mapping[str, Any]) -> int:
-    """The largest number of runs of an arm."""
-    return max((len(rows) for rows in record["values"].values()), default=0)
+def count_runs(record: Mapping[str, Any]) -> str:
+    """The largest number of runs of an arm, in words."""
+    count = max((len(rows) for rows in record["values"].values()), default=0)
+    return f"{count} run{'s' * (count != 1)} per arm"
 
 
 # Terminal -------------------------------------------------------------------------------------------------------------
 
 
 def list_verdicts(out: Path) -> list[dict[str, Any]]:
-    """All studies with their verdicts in `out` by budget."""
-    verdicts = read_verdicts(out)
+    """All studies with their current verdicts in `out` by budget."""
+    verdicts = {name: record for name, record in read_verdicts(out).items() if is_current(record)}
     rows: list[dict[str, Any]] = []
     for name, claim in read_claims().items():
         record = verdicts.get(name, {})
@@ -120,7 +121,7 @@ def render_summary(records: Sequence[Mapping[str, Any]], out: Path) -> Group:
     lines: list[Text] = []
     for record in records:
         head = (f"{record['study']}: ", "bold"), (record["outcome"], COLOURS.get(record["outcome"], ""))
-        lines.append(Text.assemble(*head, f", {count_runs(record)} runs per arm"))
+        lines.append(Text.assemble(*head, f", {count_runs(record)}"))
         lines += [
             Text(f"  {name} {effect} ({need}), {holds}") for name, effect, need, *_, holds in _criterion_rows(record)
         ]
@@ -147,14 +148,14 @@ def write_report(out: Path) -> Path:
 def make_report(out: Path) -> str:
     records = read_verdicts(out)
     own = bool(records) and not any(record["number"] for record in records.values())
-    rest = [name for name in read_claims() if name not in records and not own]
-    paragraphs = [*_introduction(records, len(rest), own=own), *_overview(records)]
+    claims = {} if own else read_claims()
+    paragraphs = [*_introduction(records, len(claims | records), own=own), *_overview(records, claims)]
     for record in records.values():
         paragraphs += _section(record, out) if is_current(record) else ()
     return "\n\n".join([*paragraphs, *_history(records)]) + "\n"
 
 
-def _introduction(records: Mapping[str, Mapping[str, Any]], rest: int, *, own: bool) -> Iterator[str]:
+def _introduction(records: Mapping[str, Mapping[str, Any]], count: int, *, own: bool) -> Iterator[str]:
     counts = Counter(record["outcome"] for record in records.values() if is_current(record))
     outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLOURS if counts[outcome])
     if own:
@@ -165,7 +166,7 @@ def _introduction(records: Mapping[str, Mapping[str, Any]], rest: int, *, own: b
         return
     yield "# The paper's claims, tested"
     yield from (_wrap(text) for text in (INTRODUCTION, METHOD, COMMANDS))
-    summary = f"{counts.total()} of {len(records) + rest} studies have a verdict under the current rules"
+    summary = f"{counts.total()} of {count} studies have a verdict under the current rules"
     yield f"**{summary}: {outcomes}.** {UNNUMBERED}" if outcomes else f"**{summary}.** {UNNUMBERED}"
 
 
@@ -173,11 +174,10 @@ def _wrap(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 118))
 
 
-def _overview(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _overview(records: dict[str, dict[str, Any]], claims: dict[str, dict[str, Any]]) -> Iterator[str]:
     """One row for each study: claim, verdict, deciding effect, data and number of runs."""
     rows: list[tuple[object, ...]] = []
-    claims = read_claims() if any(record["number"] for record in records.values()) or not records else {}
-    for name, claim in (claims | {name: record for name, record in records.items() if name not in claims}).items():
+    for name, claim in (claims | records | claims).items():  # the claims first, as they are now
         record = records.get(name, {})
         about = claim.get("number") or "", claim["claim"]
         if record and is_current(record):
@@ -210,9 +210,9 @@ def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
         criterion=criterion["name"], effect=describe_effect(criterion), need=criterion["need"]
     )
     limits = f" Limits: {claim['limits']}" if claim.get("limits") else ""
-    yield f"**{record['outcome']}**, {count_runs(record)} runs per arm. {meaning}{limits}"
+    yield f"**{record['outcome']}**, {count_runs(record)}. {meaning}{limits}"
     if (folder / "figure.png").is_file():
-        yield f"![{name}: {_cell(claim['claim'])}]({out.resolve().name}/{name}/figure.png)"
+        yield f"![{name}: {_cell(claim['claim'])}]({_link(out, name, 'figure.png')})"
     heads = ("criterion", "effect, 95 % interval", "needed", "runs", "p (Holm)", "holds")
     yield markdown_table(heads, _criterion_rows(record))
     yield markdown_table(("arm", str(METRIC_TITLES.get(record["metric"], record["metric"])), "runs"), _arm_rows(record))
@@ -228,7 +228,7 @@ def _history(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             old["number"] or "",
             name,
             old["outcome"],
-            f"{old['budget']}, {count_runs(old)} runs per arm",
+            f"{old['budget']}, {count_runs(old)}",
             old["why"],
             ", ".join(_commits(old)),
         )
@@ -270,15 +270,20 @@ def _commits(record: Mapping[str, Any]) -> list[str]:
 
 def _describe_runs(record: Mapping[str, Any], out: Path) -> str:
     """The command, and time, devices and commits of the runs."""
-    runs = record.get("runs", {})
-    devices = runs.get("devices") or [record["environment"].get("device") or "unknown"]
+    runs = record["runs"]
+    devices = runs["devices"] or [record["environment"].get("device") or "unknown"]
     time = f"measured in {readable(record['seconds'])}"
-    if count := runs.get("count"):
-        time = f"{count} runs, {readable(runs['seconds'])} in total"
+    if runs["count"]:
+        time = f"{runs['count']} runs, {readable(runs['seconds'])} in total"
     rule = f"rule of commit {record['rule_commit']}, " if record.get("rule_commit") else ""
     details = [time, *devices, f"{rule}runs of commit {', '.join(_commits(record))}"]
-    link = f"[verdict.json]({out.resolve().name}/{record['study']}/verdict.json)"
-    return f"`{record['command']}`: {'; '.join(details)}; {link}."
+    link = _link(out, record["study"], "verdict.json")
+    return f"`{record['command']}`: {'; '.join(details)}; [verdict.json]({link})."
+
+
+def _link(out: Path, study: str, file: str) -> str:
+    """The address of a study's file in the report, which is next to the folder."""
+    return quote(f"{report_path(out).stem}/{study}/{file}")
 
 
 def _heading(record: Mapping[str, Any]) -> str:

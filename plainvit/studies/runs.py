@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import torch
 
-from plainvit.config import Checked, Config, from_json, to_json
+from plainvit.config import Checked, Config
 from plainvit.device import choose_device
 from plainvit.disk import read_json
 from plainvit.runtime.distributed import end_after
@@ -75,20 +75,6 @@ def is_done(path: Path) -> bool:
     return read_json(path / "status.json").get("state") == "done"
 
 
-class Worker:
-    """A process that executes tasks one after the other; started with the first."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _exit_with_parent)
-
-    def submit(self, task: Task) -> Future:
-        with _block_sigint():
-            return self.pool.submit(
-                execute, to_json(task.config), task.folder, task.measures, task.is_trained, self.threads
-            )
-
-
 class Workers:
     """Worker processes, each in its own pool: a process that dies breaks its pool."""
 
@@ -96,8 +82,8 @@ class Workers:
         assert at_once > 0
         self.count = at_once
         self.threads = max((os.cpu_count() or 1) // at_once, 1)
-        self.free = [Worker(self.threads) for _ in range(at_once)]
-        self.running: dict[Future, tuple[Task, Worker]] = {}
+        self.free = [_make_worker() for _ in range(at_once)]
+        self.running: dict[Future, tuple[Task, ProcessPoolExecutor]] = {}
         self.others = multiprocessing.active_children()
 
     def __enter__(self) -> Self:
@@ -108,7 +94,7 @@ class Workers:
         if error:
             self.terminate()
         for worker in (*self.free, *(worker for _, worker in self.running.values())):
-            worker.pool.shutdown(cancel_futures=True)
+            worker.shutdown(cancel_futures=True)
 
     def terminate(self) -> None:
         """Stop all runs; each saves a checkpoint first."""
@@ -119,7 +105,8 @@ class Workers:
     def start(self, task: Task) -> None:
         """Start a task in a free worker."""
         worker = self.free.pop()
-        self.running[worker.submit(task)] = task, worker
+        with _block_sigint():
+            self.running[worker.submit(execute, task, self.threads)] = task, worker
 
     def wait(self, seconds: float | None = None) -> list[tuple[Task, Future]]:
         """The tasks that have ended, at least one unless the time is up."""
@@ -127,11 +114,16 @@ class Workers:
         for future in wait(self.running, seconds, return_when=FIRST_COMPLETED).done:
             task, worker = self.running.pop(future)
             if isinstance(future.exception(), BrokenProcessPool):
-                worker.pool.shutdown()
-                worker = Worker(self.threads)
+                worker.shutdown()
+                worker = _make_worker()
             self.free.append(worker)
             ended.append((task, future))
         return ended
+
+
+def _make_worker() -> ProcessPoolExecutor:
+    """A process that executes tasks one after the other; started with the first."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _exit_with_parent)
 
 
 @contextlib.contextmanager
@@ -152,25 +144,21 @@ def _exit_with_parent() -> None:
     end_after(lambda: connection.wait([parent.sentinel]))
 
 
-def execute(
-    config: dict[str, Any], folder: Path, measures: Sequence[Measure], is_trained: bool, threads: int = 0
-) -> dict[str, Any]:
+def execute(task: Task, threads: int = 0) -> dict[str, Any]:
     """Train unless the run is finished, and measure. Returns the record of the run for the ledger."""
-    started = time.monotonic()
+    config, folder, is_trained, started = task.config, task.folder, task.is_trained, time.monotonic()
     if threads:  # in a worker
         torch.set_num_threads(threads)
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    made = from_json(config, ("run",))
-    assert isinstance(made, Config)
     try:
         if is_trained and not is_done(folder):
-            fit(made, folder, quiet=True, bare=True)
-        values = {measure.__name__: measure(made, folder) for measure in measures}
+            fit(config, folder, quiet=True, bare=True)
+        values = {measure.__name__: measure(config, folder) for measure in task.measures}
     finally:
         parent = multiprocessing.parent_process()
         if parent and not parent.is_alive():  # nobody is waiting for the result
             os._exit(143)
-    machine = read_json(folder / "environment.json") if is_trained else environment(choose_device(made.device))
+    machine = read_json(folder / "environment.json") if is_trained else environment(choose_device(config.device))
     seconds = run_seconds(folder) if is_trained else time.monotonic() - started
     commit = os.environ.get("PLAINVIT_COMMIT") or machine["commit"]  # set for a copy outside its repository
     about = {"seconds": round(seconds, 1), "commit": commit, "device": machine["device"]}

@@ -8,26 +8,24 @@ so its interval comes from resampling the models.
 """
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from plainvit.config import Config, Model, ViTConfig
+from plainvit.config import Config, ViTConfig
 from plainvit.planning import cost
 from plainvit.studies.bases import base, complete_model, vit
 from plainvit.studies.study import Arm, Budget, Results, define
 from plainvit.studies.verdict import Criterion, bootstrap, correlations, fact
 
-AXES = ("depth", "width", "MLP", "patch", "all")
+AXES = ("depth", "width", "MLP", "patch")
 # Depth, width and MLP width of the small model; heads stay as they are, and a patch becomes half as wide
 SMALL: dict[Budget, dict[str, int]] = {
     "cpu": {"depth": 2, "width": 32, "mlp_dim": 64, "heads": 4},
     "gpu": {"depth": 3, "width": 128, "mlp_dim": 256, "heads": 4},
 }
 PATCHES: dict[Budget, tuple[int, ...]] = {"cpu": (4, 2, 1), "gpu": (8, 4, 2)}
-COSTS: dict[str, Callable[[Model], int]] = {"multiply-adds": cost.macs, "parameters": cost.parameters}
 
 
 # Arms -----------------------------------------------------------------------------------------------------------------
@@ -83,10 +81,9 @@ def criteria(results: Results) -> list[Criterion]:
     """Gains per doubling of compute from the small model; all together against each axis."""
     deep, wide = (1 / math.log2(results.arms[f"{axis} x4"].x) for axis in ("depth", "width"))
     gain = {"depth x4": deep, "width x4": -wide, "small": wide - deep}
-    axes = [axis for axis in AXES if axis != "all"]
     return [
         results.contrast("gain per doubling of compute, depth - width", gain),
-        *(results.not_worse("all x4", f"{axis} x4") for axis in axes),
+        *(results.not_worse("all x4", f"{axis} x4") for axis in AXES),
     ]
 
 
@@ -102,7 +99,7 @@ def patch_criteria(results: Results) -> list[Criterion]:
 
 def predictor_criteria(results: Results) -> list[Criterion]:
     models = [complete_model(arm.config) for arm in results.arms.values()]
-    macs, counts = (np.log([count(model) for model in models]) for count in COSTS.values())
+    macs, counts = (np.log([count(model) for model in models]) for count in (cost.macs, cost.parameters))
     top1 = np.array([results.mean(arm) for arm in results.arms])
 
     def difference(picks: np.ndarray) -> np.ndarray:

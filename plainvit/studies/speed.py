@@ -22,8 +22,8 @@ from plainvit.analyse.figures import new_figure, styled
 from plainvit.config import Config, Model, ResNetConfig, ViTConfig
 from plainvit.models import build
 from plainvit.names import configure
-from plainvit.planning import memory
 from plainvit.planning.devices import H200, USABLE_MEMORY
+from plainvit.planning.memory import Step, largest_micro_batch
 from plainvit.studies.drawings import SERIES, set_log_ticks
 from plainvit.studies.study import Arm, Budget, Results, define
 from plainvit.studies.verdict import Criterion, above, contrast, slope_weights, welch
@@ -73,7 +73,10 @@ def measure(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
         model = build(config.model)
     batch_sizes = {config.batch} if is_cpu else {config.batch, max(config.batch // 4, 1)}
     speed = max(images_per_second(model, config, size) for size in batch_sizes)
-    largest_batch = estimate_batch(config.model) if is_cpu else measure_batch(model, config)
+    if is_cpu:
+        largest_batch = largest_micro_batch(Step(model=config.model, images=2, element_bytes=4), H200)  # fp32
+    else:
+        largest_batch = measure_batch(model, config)
     torch.cuda.empty_cache()  # the process continues, next to those of the other studies
     return {"images_per_second": speed, "largest_batch": float(largest_batch)}
 
@@ -96,11 +99,6 @@ def random_images(config: Config, size: int) -> torch.Tensor:
 
 def autocast(kind: str) -> torch.autocast:
     return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
-
-
-def estimate_batch(model: Model) -> int:
-    """In fp32."""
-    return memory.largest_micro_batch(memory.Step(model=model, images=2, element_bytes=4), H200)
 
 
 def measure_batch(model: nn.Module, config: Config) -> int:

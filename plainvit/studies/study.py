@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -20,11 +20,9 @@ from plainvit.config import Config
 from plainvit.evaluate.grid import choose_best, is_at_edge
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import read_results
-from plainvit.studies.claims import PERCENT, read_claims
+from plainvit.studies.claims import PERCENT, Budget, read_claims
 from plainvit.studies.verdict import Criterion, Estimate, Verdict, above, contrast, decide, within
 
-Budget = Literal["cpu", "gpu"]
-BUDGETS: tuple[Budget, ...] = get_args(Budget)  # from the smallest
 Criteria = Callable[["Results"], Sequence[Criterion]]
 CHOOSING = 3  # runs of each arm of a family that choose its best arm; the others decide
 MARGIN = 0.01  # of equivalence and non-inferiority in accuracy, unless a study says otherwise
@@ -96,7 +94,11 @@ class Results:
 
     def samples(self, arm: str, metric: str = "") -> list[float]:
         """The metric of each run of an arm; in a family, `choice` of the runs that choose, others of the rest."""
+        if arm not in self.values:
+            raise ValueError(f"no compared arm is called {arm!r}: the study has {', '.join(self.values)}")
         rows, metric = self.values[arm], metric or self.metric
+        if metric not in rows[0]:
+            raise ValueError(f"the study's measure must return {metric!r}: it returns {', '.join(rows[0])}")
         if self.arms[arm].family and len(rows) > 1:
             choosing = min(CHOOSING, len(rows) // 2)
             rows = rows[:choosing] if metric == "choice" else rows[choosing:]

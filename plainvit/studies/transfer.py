@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from plainvit.analyse.attention import require_vit
 from plainvit.config import About, Config, ViTConfig, pair
 from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
@@ -75,7 +76,7 @@ RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 
 def resolution_arms(budget: Budget) -> dict[str, Arm]:
-    config = finetune_config(budget, DOWNSTREAM[budget][0])
+    config = finetune_config(budget)
     return {BEFORE: Arm(pretrain_config(budget), is_compared=False)} | size_arms(config, SIZES[budget], BEFORE)
 
 
@@ -92,10 +93,8 @@ def size_arms(config: Config, sizes: tuple[int, ...], parent: str = "") -> dict[
 
 def redraw_positions(before: Path, config: Config) -> ViT:
     """The weights before it at the config's size, with positions as they are before training."""
-    old = load(before)
-    assert isinstance(old, ViT)
-    model = build(old.config.replace(image_size=pair(config.image_size)))
-    assert isinstance(model, ViT)
+    old = require_vit(load(before))
+    model = require_vit(build(old.config.replace(image_size=pair(config.image_size))))
     model.initialise(torch.Generator().manual_seed(config.seed))
     kept = {name: value for name, value in old.state_dict().items() if not name.startswith("positions.")}
     model.load_state_dict(model.state_dict() | kept)
@@ -123,7 +122,7 @@ def head_arms(budget: Budget) -> dict[str, Arm]:
     """A pre-training with the paper's hidden layer in its head, and fine-tunings without it and with it."""
     before = pretrain_config(budget)
     before = before.replace(model=vit(before).replace(representation=vit(before).width))
-    config = finetune_config(budget, DOWNSTREAM[budget][0])
+    config = finetune_config(budget)
     made = {BEFORE: Arm(before, is_compared=False)}
     made |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", parent=BEFORE)
     kept = config.replace(head="keep")
@@ -137,8 +136,7 @@ def redraw_last_layer(before: Path, config: Config) -> ViT:
 
     The paper does not say how it was drawn: here as its other layers that follow no non-linearity, by LeCun's rule.
     """
-    model = load(before)
-    assert isinstance(model, ViT)
+    model = require_vit(load(before))
     classes = len(open_splits(config).classes)
     model.config = model.config.replace(classes=classes)
     model.head = nn.Linear(model.config.representation or model.config.width, classes)

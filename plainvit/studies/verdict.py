@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from plainvit.evaluate.statistics import student_quantile, student_tail
+from plainvit.evaluate.statistics import mean_ranks, student_quantile, student_tail
 
 Outcome = Literal["supported", "contradicted", "inconclusive"]
 LEVEL = 0.05
@@ -84,15 +84,10 @@ class Criterion:
     effect: float
     low: float  # 95 % interval
     high: float
-    runs: int
+    runs: int  # 0: known without uncertainty
     p_for: float  # that it does not hold, if the evidence says that it does
     p_against: float
     unit: str = ""
-
-    @property
-    def is_fact(self) -> bool:
-        """Whether it is known without uncertainty."""
-        return math.isnan(self.low)
 
     def to_json(self, adjusted: float, sign: int) -> dict[str, Any]:
         shown = {name: getattr(self, name) for name in ("name", "need", "effect", "low", "high", "runs", "unit")}
@@ -102,7 +97,7 @@ class Criterion:
 def describe_effect(criterion: Mapping[str, Any]) -> str:
     """Effect and 95 % interval of a criterion as stored; non-finite numbers may be null."""
     if not criterion["runs"]:
-        return f"{criterion['effect']:.3g}"
+        return "?" if criterion["effect"] is None else f"{criterion['effect']:.3g}"
     scale, digits = (100, 2) if criterion["unit"] == "points" else (1, 3)
     values = [criterion[name] for name in ("effect", "low", "high")]
     effect, low, high = ("?" if value is None else f"{scale * value:+.{digits}f}" for value in values)
@@ -173,13 +168,16 @@ def decide(criteria: Sequence[Criterion], fewest: int = FEWEST, note: str = "") 
 
     fewest: runs of the smallest arm; with less than three nothing is decided.
     """
+    if not criteria:
+        raise ValueError("the study has no criteria: its `criteria` must return at least one")
     p_values = [min(criterion.p_for, criterion.p_against) for criterion in criteria]
-    tested = [number for number, criterion in enumerate(criteria) if not criterion.is_fact]
+    p_values = np.nan_to_num(p_values, nan=1.0).tolist()  # NaN decides nothing
+    tested = [number for number, criterion in enumerate(criteria) if criterion.runs]
     for number, adjusted in zip(tested, holm([p_values[number] for number in tested]), strict=True):
         p_values[number] = adjusted
     signs: list[int] = []
     for criterion, p in zip(criteria, p_values, strict=True):
-        is_decided = p <= LEVEL and fewest >= FEWEST  # NaN decides nothing
+        is_decided = p <= LEVEL and fewest >= FEWEST
         signs.append((1 if criterion.p_for < criterion.p_against else -1) if is_decided else 0)
     outcome: Outcome = "inconclusive"
     if min(signs) < 0:
@@ -206,10 +204,4 @@ def correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Spearman's correlation of each row of a and b [rows, n]; ties have their mean rank."""
-
-    def rank(values: np.ndarray) -> np.ndarray:
-        values = values.round(9)  # values that differ only in the last bits are ties
-        left, right = values[:, :, None], values[:, None, :]
-        return (right < left).sum(2) + 0.5 * (right == left).sum(2)
-
-    return correlations(rank(a), rank(b))
+    return correlations(np.apply_along_axis(mean_ranks, 1, a), np.apply_along_axis(mean_ranks, 1, b))

@@ -133,15 +133,15 @@ def render_report(report: Mapping[str, Any]) -> Group:
         shown.add_row(task, row["group"], *cells, style="" if row["state"] == "done" else "dim")
     how = f"{setting['steps']:,} steps of {setting['batch']}, lr {setting['lr']:g}, size {setting['image_size']}"
     lines = []
-    for group in GROUPS:
-        if group in means:
-            rest = f"  ({means[group]['tasks']} of {means[group]['of']} tasks only)"
-            is_complete = means[group]["tasks"] == means[group]["of"]
-            lines.append(f"{group:12} {100 * means[group]['mean']:6.2f}{'' if is_complete else rest}")
-    if "vtab" in means:
-        return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *lines, f"VTAB-1k      {100 * means['vtab']:6.2f}")
-    done = sum(means[group]["tasks"] for group in GROUPS if group in means)
-    if done:
+    for group, mean in means.items():
+        if group in GROUPS:
+            rest = f"  ({mean['tasks']} of {mean['of']} tasks only)" if mean["tasks"] < mean["of"] else ""
+            lines.append(f"{group:12} {100 * mean['mean']:6.2f}{rest}")
+    done = sum(row["state"] == "done" for row in report["tasks"].values())
+    if "mean_of_available" in means:
         lines.append(f"mean of the {done} available tasks: {100 * means['mean_of_available']:.2f}")
-    lines.append(f"no VTAB score: {len(TASKS) - done} of the {len(TASKS)} tasks are missing")
+    if "vtab" in means:
+        lines.append(f"VTAB-1k      {100 * means['vtab']:6.2f}")
+    else:
+        lines.append(f"no VTAB score: {len(TASKS) - done} of the {len(TASKS)} tasks are missing")
     return Group(Text(f"{setting['init']}: {how}\n"), shown, "", *lines)
