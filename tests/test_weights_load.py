@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import interpolate_embeddings
 
 import plainvit
-from plainvit.evaluate.describe import describe
+from plainvit.evaluate.inspection import describe_weights
 from plainvit.models.resample import resize
 from plainvit.weights.published import PUBLISHED
 
@@ -94,7 +94,7 @@ def test_head_of_zeros_is_reported(tmp_path: Path, bias: float, reported: Any) -
     path = google.save(arrays, tmp_path / "B_16.npz")
     plainvit.load(path)
     assert [line for line in reported() if "features only" in line]
-    assert describe(path)["head"] == "all zeros: features only"
+    assert describe_weights(path)["head"] == "all zeros: features only"
 
 
 # Another size ---------------------------------------------------------------------------------------------------------
@@ -476,7 +476,7 @@ FILES: dict[str, Callable[[Path], Path]] = {
 def test_every_setting_has_a_source(tmp_path: Path, name: str) -> None:
     path = FILES[name](tmp_path)
     path.with_name(f"{path.name}.plainvit.json").unlink(missing_ok=True)
-    described = describe(path, heads=4)
+    described = describe_weights(path, heads=4)
     json.dumps(described)
     assert set(described["sources"]) == {*described["settings"], "preprocess"}
     assert all(isinstance(source, str) and source for source in described["sources"].values())
