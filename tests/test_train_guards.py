@@ -39,7 +39,7 @@ from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
 from plainvit.train import loop
 from plainvit.train import run as run_module
-from plainvit.train.guards import DeviceMemoryError, DivergedError, choose_micro_batch
+from plainvit.train.guards import TOGETHER, DeviceMemoryError, DivergedError, choose_micro_batch
 from plainvit.train.loop import validation_score
 from plainvit.train.objectives import Classify
 from plainvit.train.replay import replay
@@ -223,15 +223,19 @@ def test_replay_repeats_a_step_exactly(tmp_path: Path, capsys: Capture, changes:
 SIGNALS = ((signal.SIGTERM, 143), (signal.SIGINT, 130))
 
 
+def interrupted(recipe: str, out: Path, point: str, number: int) -> int:
+    """The exit code of a run, in a process of its own, that receives a signal at this point."""
+    return Child(runs.command, ("train", recipe), out, point, number, log=out.with_name("log")).wait()
+
+
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_a_signal_saves_and_stops_and_the_run_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, Any], number: int, code: int
+    tmp_path: Path, undisturbed: dict[str, Any], number: int, code: int
 ) -> None:
+    """Also if it arrives twice."""
     out, run_config = tmp_path / "run", runs.config(save_every=0, evaluations=1)
     recipe = runs.recipe_file(tmp_path, run_config)
-    with monkeypatch.context() as patch:
-        before_step(patch, 6, lambda _: os.kill(os.getpid(), number))
-        assert run_command("train", recipe, "--out", out) == code
+    assert interrupted(recipe, out, "stepping:6", number) == code
     ended = status(out)
     assert (ended["state"], ended["exit_code"], ended["step"]) == ("interrupted", code, 6)
     assert newest(out)[1]["step"] == 6
@@ -249,7 +253,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, undisturbed: dict[str, Any
     with stalled(child, out):
         child.wait_for((out / "checkpoints/step-00000006").exists)  # written by a thread
         child.send(number)
-        child.process.join(0.3)
+        child.process.join(TOGETHER + 0.3)
         assert child.process.is_alive()
         child.send(number)
         assert child.wait(60) == code
@@ -259,32 +263,13 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, undisturbed: dict[str, Any
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
-@pytest.mark.parametrize("function", ["loop.validate", "finalize.save", "finalize.write_report"])
+@pytest.mark.parametrize("point", ["validated:3", "delivering", "reporting"])
 def test_a_signal_after_the_last_step_ends_a_run_that_is_not_done(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    undisturbed: dict[str, Any],
-    recipe: str,
-    function: str,
-    number: int,
-    code: int,
+    tmp_path: Path, undisturbed: dict[str, Any], recipe: str, point: str, number: int, code: int
 ) -> None:
     """A run is done when its report is there, and not before. Also in the last validation, after the last check."""
     out = tmp_path / "run"
-
-    validate = loop.validate
-
-    def send(run: Any, *rest: Any, **__: object) -> None:
-        if function == "loop.validate":
-            validate(run, *rest)
-        if function != "loop.validate" or run.progress.step == run.steps:
-            assert status(out)["state"] == "running"
-            os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
-    with monkeypatch.context() as patch:
-        patch.setattr(f"plainvit.train.{function}", send)
-        assert run_command("train", recipe, "--out", out) == code
+    assert interrupted(recipe, out, point, number) == code
     assert (status(out)["state"], status(out)["exit_code"]) == ("interrupted", code)
     assert finish(recipe, out) == undisturbed
 

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from plainvit.data.loader import Batch
     from plainvit.runtime.display import Display
     from plainvit.train.state import Training
+
+TOGETHER = 2.0  # seconds within which signals count as one
 
 
 class DivergedError(ValueError):
@@ -66,13 +69,21 @@ def handle_signals(handler: Callable[..., None], *numbers: signal.Signals) -> It
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM for the loop, which checks after each step. A second one ends the process at once."""
+    """Collects SIGINT and SIGTERM for the loop, which checks after each step. A later one ends the process at once.
+
+    A scheduler signals every process of a job, and torchrun passes the signal on to the same processes: signals that
+    arrive together count as one.
+    """
     received: list[int] = []
+    first = 0.0
 
     def handle(number: int, _: object) -> None:
-        if received:
+        nonlocal first
+        if not received:
+            received.append(number)
+            first = time.monotonic()
+        elif time.monotonic() - first > TOGETHER:
             os._exit(128 + number)  # safe: the checkpoint on disk is complete
-        received.append(number)
 
     with handle_signals(handle, signal.SIGINT, signal.SIGTERM):
         yield received

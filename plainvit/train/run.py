@@ -10,6 +10,7 @@ the two it is, `setup.py` builds what the run needs, `loop.py` trains, `finalize
 import hashlib
 import json
 import logging
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from plainvit.train.guards import (
     InterruptedRunError,
     Terminated,
     explain_out_of_memory,
+    handle_signals,
     raise_on_termination,
 )
 from plainvit.train.linear_head import find_first
@@ -173,7 +175,8 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
             first = train_timed(run, splits)
             model, numbers = finalize(run, splits, first, report=not options.bare)
     except BaseException as error:
-        write_end(run, error, report=not options.bare)
+        with handle_signals(lambda *_: None, signal.SIGINT, signal.SIGTERM):  # the run ends anyway
+            write_end(run, error, report=not options.bare)
         raise
     return Fitted(folder.path, numbers, model)
 
