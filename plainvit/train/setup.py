@@ -23,7 +23,7 @@ from plainvit.runtime.display import print_line, readable
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
 from plainvit.runtime.parallel import replicate, shard
-from plainvit.runtime.track import tracker
+from plainvit.runtime.track import Tracker
 from plainvit.train.finalize import make_predictor, open_evaluation_set
 from plainvit.train.graphs import Graph, GraphedGradients, can_use_graphs
 from plainvit.train.masked import PredictPatches, validate_masked
@@ -76,7 +76,7 @@ def build_training(
         update=Graph(optimizers.step) if uses_graphs else optimizers.step,
         validation=validation,
         evaluate=build_evaluation(config, objective, validation, folder) if validation else None,
-        track=tracker(config.track if world.is_main else (), folder.path, config),
+        tracker=Tracker(config.track if world.is_main else (), folder.path, config),
         quiet=quiet or not world.is_main,
         is_compiled=compiles,
     )

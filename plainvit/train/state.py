@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from plainvit.runtime.checkpoint import Checkpoints
     from plainvit.runtime.distributed import World
     from plainvit.runtime.folder import Folder
+    from plainvit.runtime.track import Tracker
     from plainvit.train.masked import PredictPatches
     from plainvit.train.objectives import Classify
     from plainvit.train.optim import Average, Optimizers
@@ -59,7 +60,7 @@ class Training:
     update: Callable[[], None]  # the optimizers' step
     validation: "EvaluationSet | None"  # held-out images
     evaluate: Callable[[int], dict[str, float]] | None  # step -> metrics of the model on held-out images
-    track: Callable[[dict[str, Any]], None] = lambda _: None
+    tracker: "Tracker"
     quiet: bool = False
     is_compiled: bool = False
     progress: Progress = field(default_factory=Progress)
@@ -93,7 +94,7 @@ class Training:
 
     def record(self, line: dict[str, Any]) -> None:
         self.folder.record(line)
-        self.track(line)
+        self.tracker.send(line)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that training changes."""
