@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from plainvit.config import largest_divisor
 from plainvit.device import is_out_of_memory
 from plainvit.runtime.checkpoint import Checkpoints
 
@@ -111,13 +112,13 @@ def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
     total = len(tensors[0])
     if run.config.micro_batch or tensors[0].device.type == "cpu":  # Linux overcommits: a trial would prove nothing
         return min(run.config.micro_batch or total, total)
-    if run.fsdp:
-        from plainvit.planning.plan import estimate_micro_batch
+    from plainvit.planning.plan import estimate_micro_batch, find_micro_batch
 
+    if run.fsdp:
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         size = estimate_micro_batch(run.config, run.world.size, torch.cuda.mem_get_info()[0] + unused)
     else:
-        size = largest_micro_batch(run, tensors)
+        size = find_micro_batch(total, lambda size: can_compute(run, [tensor[:size] for tensor in tensors]))
     size = int(run.world.gather_rows(torch.tensor([size], device=run.world.device)).min())
     if not size:
         error = DeviceMemoryError("not even one image at a time fits into the device's memory: choose a smaller model")
@@ -126,32 +127,24 @@ def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
     return size
 
 
-def largest_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
-    """The first of all, about half, a quarter ... of the images that pass forward and backward; 0 if none does.
+def can_compute(run: "Training", tensors: list[Tensor]) -> bool:
+    """Whether a forward and backward pass of these images fits into the device's memory.
 
     Tried uncompiled, which needs more memory and avoids a compilation per size, and without DDP, so that a failure in
     one process does not stop the others.
     """
-    size = total = len(tensors[0])
-    while size:
-        try:
-            with run.cast():
-                loss, _ = run.objective(*(tensor[:size] for tensor in tensors))
-            loss.backward()
-            return size
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            size = largest_divisor(total, size // 2)
-        finally:
-            run.optimizers.zero()
-            torch.cuda.empty_cache()
-    return 0
-
-
-def largest_divisor(total: int, most: int) -> int:
-    """The largest divisor of `total` up to `most`; 0 if `most` is below 1."""
-    return max((n for n in range(1, most + 1) if total % n == 0), default=0)
+    try:
+        with run.cast():
+            loss, _ = run.objective(*tensors)
+        loss.backward()
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        run.optimizers.zero()
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
