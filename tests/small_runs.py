@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shell
 import torch
 from safetensors import safe_open
 
@@ -130,17 +131,9 @@ def run_command(*words: object) -> int:
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
-    """The last line on standard error of a command that must end with this exit code."""
+    """The one line of error of a command that must end with this exit code."""
     capsys.readouterr()
-    found = run_command(*words)
-    out, errors = capsys.readouterr()
-    assert found == code, errors
-    assert "Traceback" not in errors
-    assert errors.count("plainvit: ") == 1
-    assert out == ""
-    last = errors.splitlines()[-1]
-    assert last.startswith("plainvit: ")
-    return last
+    return shell.fail(capsys, *words, code=code)
 
 
 # The outcome of a run -------------------------------------------------------------------------------------------------

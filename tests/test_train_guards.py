@@ -37,15 +37,15 @@ from plainvit.models import build
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
-from plainvit.train import loop
+from plainvit.train import guards, loop
 from plainvit.train import run as run_module
-from plainvit.train.guards import TOGETHER, DeviceMemoryError, DivergedError, choose_micro_batch
+from plainvit.train.guards import TOGETHER, DeviceMemoryError, DivergedError
 from plainvit.train.loop import validation_score
 from plainvit.train.objectives import Classify
 from plainvit.train.replay import replay
 from plainvit.train.run import fit
 from plainvit.train.search import search_rates
-from plainvit.train.state import Progress, Training
+from plainvit.train.state import Training
 from plainvit.weights import save
 
 Capture = pytest.CaptureFixture[str]
@@ -403,54 +403,47 @@ def test_other_errors_are_not_out_of_memory(tmp_path: Path, monkeypatch: pytest.
         fit(runs.config(), tmp_path / "run", quiet=True)
 
 
-class OnDevice:
-    """A stand-in for a batch on a GPU."""
+def choose_on_device(
+    monkeypatch: pytest.MonkeyPatch, images: int, most: int, world: Any = None, *, fsdp: bool = False
+) -> tuple[int, list[int]]:
+    """The micro-batch on a device that takes `most` images at once, and the sizes that were tried."""
+    tried: list[int] = []
 
-    def __init__(self, size: int) -> None:
-        self.size, self.device = size, torch.device("cuda")
+    def can_compute(_: object, tensors: list[Tensor]) -> bool:
+        tried.append(len(tensors[0]))
+        return tried[-1] <= most
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, part: slice) -> "OnDevice":
-        return OnDevice(min(part.stop, self.size))
-
-
-def device_run(most: int, tried: list[int], world: Any = None, *, fsdp: bool = False) -> Any:
-    """A run on a device that takes `most` images at once."""
-
-    def objective(images: OnDevice) -> tuple[Any, None]:
-        tried.append(len(images))
-        if len(images) > most:
-            raise NO_MEMORY
-        return SimpleNamespace(backward=lambda: None), None
-
-    return SimpleNamespace(
-        cast=nullcontext,
-        objective=objective,
-        optimizers=SimpleNamespace(zero=lambda: None),
-        checkpoints=SimpleNamespace(steps=list, close=lambda: None),
-        progress=Progress(),
-        world=world or World(),
-        config=runs.config(batch=128, model=runs.MODEL.replace(classes=10)),
-        fsdp=fsdp,
-    )
+    monkeypatch.setattr(guards, "can_compute", can_compute)
+    config = runs.config(batch=128, model=runs.MODEL.replace(classes=10))
+    run: Any = SimpleNamespace(config=config, world=world or World(), fsdp=fsdp)
+    return guards.choose_micro_batch(run, (torch.zeros(images, device="meta"),)), tried
 
 
 @pytest.mark.parametrize(
-    ("batch", "most", "expected"), [(64, 64, 64), (64, 63, 32), (60, 16, 15), (64, 1, 1), (1, 1, 1)]
+    ("images", "most", "expected"), [(64, 64, 64), (64, 63, 32), (60, 16, 15), (64, 1, 1), (1, 1, 1)]
 )
-def test_the_micro_batch_is_found_by_halving(batch: int, most: int, expected: int) -> None:
-    tried: list[int] = []
-    assert choose_micro_batch(device_run(most, tried), (OnDevice(batch),)) == expected  # pyright: ignore
-    assert tried[0] == batch
+def test_the_micro_batch_is_found_by_halving(
+    monkeypatch: pytest.MonkeyPatch, images: int, most: int, expected: int
+) -> None:
+    chosen, tried = choose_on_device(monkeypatch, images, most)
+    assert chosen == expected == tried[-1]
     assert tried == sorted(tried, reverse=True)
+    assert tried[0] == images
 
 
-def test_a_device_too_small_for_one_image_is_an_error() -> None:
+def test_a_device_too_small_for_one_image_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceMemoryError) as caught:
-        choose_micro_batch(device_run(0, []), (OnDevice(8),))  # pyright: ignore
+        choose_on_device(monkeypatch, 8, 0)
     assert caught.value.raised_by_all
+
+
+def test_only_too_little_memory_makes_a_micro_batch_smaller() -> None:
+    run: Any = SimpleNamespace(cast=nullcontext, optimizers=SimpleNamespace(zero=lambda: None))
+    run.objective = runs.fail(NO_MEMORY)
+    assert not guards.can_compute(run, [])
+    run.objective = runs.fail(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="mat1"):
+        guards.can_compute(run, [])
 
 
 @pytest.mark.parametrize(("mine", "other", "fsdp", "expected"), [(64, 9, False, 9), (9, 64, False, 8), (4, 0, True, 0)])
@@ -462,11 +455,8 @@ def test_processes_choose_one_micro_batch(
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (mine * 25_000, 10**9))
     gather: Callable[[Tensor], Tensor] = lambda rows: torch.cat([rows, torch.tensor([other])])  # noqa: E731
-    tried: list[int] = []
-    run = device_run(mine, tried, SimpleNamespace(size=2, device="cpu", gather_rows=gather), fsdp=fsdp)
-    if expected:
-        assert choose_micro_batch(run, (OnDevice(64),)) == expected  # pyright: ignore
-    else:
-        with pytest.raises(DeviceMemoryError):
-            choose_micro_batch(run, (OnDevice(64),))  # pyright: ignore
-    assert bool(tried) != fsdp
+    world = SimpleNamespace(size=2, device="cpu", gather_rows=gather)
+    with nullcontext() if expected else pytest.raises(DeviceMemoryError):
+        chosen, tried = choose_on_device(monkeypatch, 64, mine, world, fsdp=fsdp)
+        assert chosen == expected
+        assert bool(tried) != fsdp
