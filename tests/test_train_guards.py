@@ -52,12 +52,6 @@ Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_figures")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The outcome of runs.config() when nothing goes wrong."""
-    return runs.complete_run(runs.config(), tmp_path_factory.mktemp("undisturbed") / "run")
-
-
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
     """runs.config() as a recipe for the command line."""

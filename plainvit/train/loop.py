@@ -36,7 +36,6 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
     progress, config = run.progress, run.config
     run.objective.train()
     with (
-        contextlib.closing(run.tracker),
         contextlib.closing(run.checkpoints),
         contextlib.closing(run.loader.batches(progress.step, config.steps)) as batches,
         Display(config.recipe or "training", run.steps, progress.step, quiet=run.quiet) as display,

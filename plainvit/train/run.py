@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import signal
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def search_in(world: World, folder: Folder, config: Config, options: Options) ->
 
     def try_rate(rate_config: Config, splits: Splits, lr: float) -> dict[str, Any]:
         with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.is_main) as inner:
-            return run_in(world, inner, rate_config, splits, Options(options.force, options.quiet)).numbers["val"]
+            return run_in(world, inner, rate_config, splits, options).numbers["val"]
 
     return search_rates(config, try_rate)
 
@@ -171,7 +172,7 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
     resume(run)  # raises an error before anything is written if the checkpoint is of another config
     write_start(run, splits)
     try:
-        with raise_lost_peer(world), raise_on_termination(), explain_out_of_memory(run):
+        with closing(run.tracker), raise_lost_peer(world), raise_on_termination(), explain_out_of_memory(run):
             first = train_timed(run, splits)
             model, numbers = finalize(run, splits, first, report=not options.bare)
     except BaseException as error:
