@@ -325,13 +325,20 @@ def test_a_deleted_run_folder_ends_the_run_with_5(
     assert str(out) in error_of(capsys, "train", recipe, "--out", out, code=5)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_an_error_of_the_disk_ends_the_run_with_5_as_status_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, capsys: Capture, number: int
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere"), 5),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS), "somewhere"), 5),
+        (ValueError("an error of the user, found late"), 2),
+    ],
+)
+def test_status_has_the_exit_code_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, capsys: Capture, error: Exception, code: int
 ) -> None:
-    before_step(monkeypatch, 1, runs.fail(OSError(number, os.strerror(number), "somewhere")))
-    error_of(capsys, "train", recipe, "--out", tmp_path / "run", code=5)
-    assert status(tmp_path / "run")["exit_code"] == 5
+    before_step(monkeypatch, 1, runs.fail(error))
+    error_of(capsys, "train", recipe, "--out", tmp_path / "run", code=code)
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == ("failed", code)
 
 
 # The memory -----------------------------------------------------------------------------------------------------------

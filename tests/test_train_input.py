@@ -19,7 +19,6 @@ from tiny import mostly_slow
 
 from plainvit.config import Config, Optim
 from plainvit.data.splits import open_splits
-from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import metrics
 from plainvit.runtime.track import Tracker
 from plainvit.train import doctor, loop
@@ -173,12 +172,6 @@ def test_each_run_of_a_search_is_one_in_wandb(tmp_path: Path, recorder: Recorder
     assert recorder.closed == 4
 
 
-def test_status_has_the_exit_code_of_the_command(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    before_step(monkeypatch, 1, runs.fail(ValueError("an error of the user, found late")))
-    assert error_of(capsys, "train", RECIPE, "--out", "run") == "plainvit: an error of the user, found late"
-    assert (status(Path("run"))["state"], status(Path("run"))["exit_code"]) == ("failed", 2)
-
-
 def test_a_search_skips_a_rate_that_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The highest rates of a grid are there to find where that begins; of equal accuracies the lowest NLL counts."""
     step = loop.take_step
@@ -248,38 +241,6 @@ def test_a_changed_config_is_an_error_unless_forced(capsys: Capture) -> None:
     assert steps_of(out) == [1, 2, 3, 4]
     assert [line["lr"] for line in metrics(out) if "loss" in line][3] > 0.003
     assert json.loads((out / "config.json").read_text())["optim"]["lr"] == 0.1
-
-
-@pytest.mark.parametrize(
-    ("flags", "first"),
-    mostly_slow(
-        [
-            ("--model.depth 2", {}),
-            ("--model.width 32", {}),
-            ("", {"optim": Optim(name="sgd")}),
-            ("", {"ema": 0.0}),
-        ],
-        2,
-    ),
-)
-def test_a_checkpoint_of_other_tensors_is_an_error_even_if_forced(
-    capsys: Capture, flags: str, first: dict[str, Any]
-) -> None:
-    """Before anything is written: the run's own command still resumes it."""
-    out = stopped(**first)
-    before = contents(out)
-    line = error_of(capsys, "train", RECIPE, "--out", "run", "--force", *flags.split())
-    assert "checkpoints/step-00000003 does not match this run" in line
-    assert contents(out) == before
-
-
-@pytest.mark.parametrize(
-    "text", mostly_slow(["", "{", "[]", '{"kind": "run", "colour": 3}', '{"kind": "vit"}', '{"kind": 3}'], 3)
-)
-def test_a_broken_config_file_is_an_error(capsys: Capture, text: str) -> None:
-    (stopped() / "config.json").write_text(text)
-    error_of(capsys, "train", RECIPE, "--out", "run")
-    assert Checkpoints(Path("run") / "checkpoints", 1).steps() == [3]
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
