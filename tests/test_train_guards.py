@@ -415,8 +415,8 @@ def choose_on_device(
         return tried[-1] <= most
 
     monkeypatch.setattr(guards, "can_compute", can_compute)
-    config = runs.config(batch=128, model=runs.MODEL.replace(classes=10))
-    run: Any = SimpleNamespace(config=config, world=world or World(), fsdp=fsdp)
+    config = runs.config(batch=128, model=runs.MODEL.replace(classes=10), parallel="fsdp" if fsdp else "ddp")
+    run: Any = SimpleNamespace(config=config, world=world or World())
     return guards.choose_micro_batch(run, (torch.zeros(images, device="meta"),)), tried
 
 

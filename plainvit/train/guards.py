@@ -17,6 +17,7 @@ from torch import Tensor
 from plainvit.config import largest_divisor
 from plainvit.device import is_out_of_memory
 from plainvit.runtime.checkpoint import Checkpoints
+from plainvit.train.state import uses_fsdp
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch
@@ -114,7 +115,7 @@ def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
         return min(run.config.micro_batch or total, total)
     from plainvit.planning.plan import estimate_micro_batch, find_micro_batch
 
-    if run.fsdp:
+    if uses_fsdp(run.config, run.world):
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         size = estimate_micro_batch(run.config, run.world.size, torch.cuda.mem_get_info()[0] + unused)
     else:

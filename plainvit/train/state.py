@@ -79,10 +79,6 @@ class Training:
         return max(math.ceil(self.steps / self.config.evaluations), least)
 
     @property
-    def fsdp(self) -> bool:
-        return uses_fsdp(self.config, self.world)
-
-    @property
     def cast(self) -> Callable[[], AbstractContextManager]:
         return autocast(self.config, self.loader.device)
 
