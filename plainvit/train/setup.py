@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ def build_gradients(
             objective.model.set_requires_gradient_sync(is_last)  # pyright: ignore
         return contextlib.nullcontext() if is_last or not ddp else ddp.no_sync()
 
-    cast = autocast(config, torch.device(world.device))
+    cast = partial(autocast, config, torch.device(world.device))
     return Gradients(forward, optimizers.parameters, cast, config.optim.clip, synchronize)
 
 
@@ -216,7 +217,6 @@ def build_evaluation(
 ) -> Callable[[int], dict[str, float]]:
     """Step -> metrics of the model as it is then, on held-out images."""
     if isinstance(objective, PredictPatches):
-        cast = autocast(config, torch.device(validation.world.device))
-        return lambda step: validate_masked(objective, validation, cast, folder, step)
+        return lambda step: validate_masked(objective, validation, folder, step)
     predictor = make_predictor(config, objective.model, validation.world.device, folder.path)
     return lambda _: classify(predictor, validation).numbers()

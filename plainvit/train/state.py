@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,8 +77,7 @@ class Training:
         least = 1 if self.progress.length is None else LEAST_INTERVAL
         return max(math.ceil(self.steps / self.config.evaluations), least)
 
-    @property
-    def cast(self) -> Callable[[], AbstractContextManager]:
+    def cast(self) -> AbstractContextManager:
         return autocast(self.config, self.loader.device)
 
     def set_length(self, steps: int | None) -> None:
@@ -162,10 +160,10 @@ def uses_fsdp(config: Config, world: "World") -> bool:
     return world.size > 1 and config.parallel == "fsdp"
 
 
-def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Contexts in the precision of the arithmetic; weights are fp32."""
+def autocast(config: Config, device: torch.device) -> AbstractContextManager:
+    """A context in the precision of the arithmetic; weights are fp32."""
     dtype = choose_precision(config.precision, device.type)
-    return partial(torch.autocast, device.type, dtype, enabled=dtype is not torch.float32)
+    return torch.autocast(device.type, dtype, enabled=dtype is not torch.float32)
 
 
 @contextlib.contextmanager
