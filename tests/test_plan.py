@@ -3,8 +3,6 @@
 import dataclasses
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import small_runs
 import tiny
 import torch
+from children import in_child
 from rich.console import Console
 from torch import Tensor
 
@@ -338,12 +337,9 @@ def test_bad_input_raises_one_line_that_names_the_flag(config: Config, options: 
 
 
 def test_a_plan_loads_no_torch() -> None:
-    code = (
-        "import sys; from plainvit.recipes import recipe; from plainvit.planning.plan import plan, table;"
-        "table(plan(recipe('vit-b16-i1k'), on='h200', devices=8)); print('torch' in sys.modules)"
-    )
-    child = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert child.stdout.strip() == "False"
+    code = "import sys; from plainvit.recipes import recipe; from plainvit.planning.plan import plan, table;"
+    code += "table(plan(recipe('vit-b16-i1k'), on='h200', devices=8)); print('torch' in sys.modules)"
+    assert in_child(code) == "False"
 
 
 # The command ----------------------------------------------------------------------------------------------------------
