@@ -63,7 +63,7 @@ def pair(size: int | Iterable[int]) -> tuple[int, int]:
 
 def largest_divisor(total: int, most: int) -> int:
     """The largest divisor of `total` up to `most`; 0 if `most` is below 1."""
-    return max((n for n in range(1, most + 1) if total % n == 0), default=0)
+    return max((n for n in range(1, min(most, total) + 1) if total % n == 0), default=0)
 
 
 # What a number may have to be, in words and as a check
