@@ -323,7 +323,7 @@ def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet"
             raise ValueError(f"unknown setting {name!r} in a {kind} config; {nearest(name, known)}")
     try:
         return _KINDS[kind](**fields)
-    except (TypeError, OverflowError) as error:  # of another type; a number that no float can hold
+    except (TypeError, AttributeError, OverflowError) as error:  # a value of another type, or too large a number
         raise ValueError(f"invalid {kind} config: {error}") from error
 
 

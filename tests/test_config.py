@@ -168,6 +168,7 @@ def test_json_round_trip(name: str) -> None:
         ({"kind": "vit", "stem": {"kind": "resnet", "blocks": [3], "colour": 1}}, "colour"),
         ({"kind": "vit", "dropout": "much"}, "dropout"),
         ({"kind": "vit", "dropout": 10**400}, "invalid vit config"),
+        ({"kind": "vit", "stem": 3}, "invalid vit config"),
         ({"kind": ["vit"]}, "kind"),
         ({"kind": "vit", "norm_eps": -1.0}, "norm_eps"),
         ({"kind": "vit", "class_token": "no"}, "class_token"),
