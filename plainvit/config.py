@@ -19,6 +19,7 @@ from plainvit.model_config import Model as Model
 from plainvit.model_config import Preprocess as Preprocess
 from plainvit.model_config import ResNetConfig as ResNetConfig
 from plainvit.model_config import ViTConfig as ViTConfig
+from plainvit.model_config import largest_divisor as largest_divisor
 from plainvit.model_config import nearest as nearest
 from plainvit.model_config import pair as pair
 from plainvit.model_config import visible as visible
@@ -224,7 +225,7 @@ class Config(Checked):
         if self.workers < -1:
             raise ValueError(f"--workers must be at least 0, or -1 to choose automatically; got {self.workers}")
         if self.micro_batch and self.batch % self.micro_batch:
-            near = max(n for n in range(1, self.micro_batch + 1) if self.batch % n == 0)
+            near = largest_divisor(self.batch, self.micro_batch)
             raise ValueError(
                 f"--batch {self.batch} is not divisible by --micro-batch {self.micro_batch}; nearest: {near}"
             )
@@ -346,7 +347,7 @@ def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet"
             raise ValueError(f"unknown setting {name!r} in a {kind} config; {nearest(name, known)}")
     try:
         return _KINDS[kind](**fields)
-    except TypeError as error:
+    except (TypeError, AttributeError, OverflowError) as error:  # a value of another type, or too large a number
         raise ValueError(f"invalid {kind} config: {error}") from error
 
 

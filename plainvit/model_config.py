@@ -61,6 +61,11 @@ def pair(size: int | Iterable[int]) -> tuple[int, int]:
     return both
 
 
+def largest_divisor(total: int, most: int) -> int:
+    """The largest divisor of `total` up to `most`; 0 if `most` is below 1."""
+    return max((n for n in range(1, min(most, total) + 1) if total % n == 0), default=0)
+
+
 # What a number may have to be, in words and as a check
 BOUNDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "positive": ("an integer of at least 1", lambda value: isinstance(value, int) and value >= 1),

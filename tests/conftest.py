@@ -10,8 +10,8 @@ from typing import Any  # noqa: E402
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+import small_runs  # noqa: E402
 import torch  # noqa: E402
-from small_runs import without_figures  # noqa: E402
 
 from plainvit.runtime import display  # noqa: E402
 
@@ -24,7 +24,13 @@ hypothesis.settings.load_profile("plainvit")
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs write a report of one line: figures take longer than small runs."""
-    without_figures(monkeypatch)
+    small_runs.without_figures(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of small_runs.config() when nothing goes wrong."""
+    return small_runs.complete_run(small_runs.config(), tmp_path_factory.mktemp("undisturbed") / "run")
 
 
 @pytest.fixture

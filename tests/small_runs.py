@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shell
 import torch
 from safetensors import safe_open
 
@@ -130,17 +131,9 @@ def run_command(*words: object) -> int:
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
-    """The last line on standard error of a command that must end with this exit code."""
+    """The one line of error of a command that must end with this exit code."""
     capsys.readouterr()
-    found = run_command(*words)
-    out, errors = capsys.readouterr()
-    assert found == code, errors
-    assert "Traceback" not in errors
-    assert errors.count("plainvit: ") == 1
-    assert out == ""
-    last = errors.splitlines()[-1]
-    assert last.startswith("plainvit: ")
-    return last
+    return shell.fail(capsys, *words, code=code)
 
 
 # The outcome of a run -------------------------------------------------------------------------------------------------
@@ -238,44 +231,53 @@ def _begin(job: Callable[..., None], arguments: tuple[Any, ...], log: Path) -> N
     job(*arguments)
 
 
-def train(run_config: Config, out: Path, stall: str = "") -> None:
-    """In a child: a run that stops for ever at the point `stall`."""
+def train(run_config: Config, out: Path, point: str = "") -> None:
+    """In a child: a run that stops for ever at the point."""
     from plainvit.train.run import fit
 
-    prepare_child(out, stall)
+    prepare_child(out, point)
     fit(run_config, out)
 
 
-def command(words: tuple[str, ...], out: Path, stall: str = "") -> None:
-    """In a child: `plainvit WORDS --out OUT`."""
-    prepare_child(out, stall)
+def command(words: tuple[str, ...], out: Path, point: str = "", number: int = 0) -> None:
+    """In a child: `plainvit WORDS --out OUT`, which stops for ever at the point, or sends itself a signal there."""
+    prepare_child(out, point, number)
     main([*words, "--out", str(out)])
 
 
-def prepare_child(out: Path, stall: str = "") -> None:
+def prepare_child(out: Path, point: str = "", number: int = 0) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
     without_figures(pytest.MonkeyPatch())
-    if stall:
-        _stall_at(stall, out)
+    if point:
+        act_at(point, lambda: interrupt(out, number) if number else stall(out))
 
 
 def marker(out: Path) -> Path:
     return out.with_name(f"{out.name}.stalled")
 
 
-def _stall(out: Path) -> None:
+def stall(out: Path) -> None:
     marker(out).touch()
     time.sleep(600)
 
 
-# point -> the object, the function of it, and whether the stall comes before or after the call
+def interrupt(out: Path, number: int) -> None:
+    """Twice: a scheduler signals all processes of a job, and torchrun passes the signal on to them."""
+    assert status(out)["state"] == "running"
+    for _ in range(2):
+        signal.raise_signal(number)
+
+
+# point -> the object, the function of it, and whether the action comes before or after the call
 POINTS: dict[str, tuple[str, str, str]] = {
     "saving": ("safetensors.torch", "save_file", "before"),
     "hashing": ("plainvit.runtime.checkpoint", "file_hash", "before"),  # tensors are written, state.json is not
     "renaming": ("plainvit.runtime.checkpoint", "sync_folder", "after"),  # all is written under a temporary name
     "pruning": ("plainvit.runtime.checkpoint.Checkpoints", "_prune", "before"),
+    "stepping": ("plainvit.train.loop", "take_step", "before"),
     "recorded": ("plainvit.train.state.Training", "record", "after"),
     "validating": ("plainvit.train.loop", "validate", "before"),
+    "validated": ("plainvit.train.loop", "validate", "after"),
     "delivering": ("plainvit.train.finalize", "save", "before"),
     "writing": ("plainvit.weights.writing", "write_safetensors", "after"),  # the file still has its temporary name
     "delivered": ("plainvit.train.finalize", "save", "after"),
@@ -283,23 +285,23 @@ POINTS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def _stall_at(stall: str, out: Path) -> None:
-    """`point`, or `point:3` for its third time."""
-    point, _, count = stall.partition(":")
+def act_at(point: str, act: Callable[[], object]) -> None:
+    """At `point`, or at `point:3` for its third time."""
+    point, _, count = point.partition(":")
     place, name, when = POINTS[point]
     holder: Any = pkgutil.resolve_name(place)
     original, left = getattr(holder, name), [int(count or 1)]
 
-    def stalling(*arguments: Any, **named: Any) -> Any:
+    def call_and_act(*arguments: Any, **named: Any) -> Any:
         left[0] -= 1
         if not left[0] and when == "before":
-            _stall(out)
+            act()
         result = original(*arguments, **named)
         if not left[0] and when == "after":
-            _stall(out)
+            act()
         return result
 
-    setattr(holder, name, stalling)
+    setattr(holder, name, call_and_act)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from torch import Tensor, nn
 
 MODELS: dict[str, Any] = {
     **{
@@ -15,38 +14,22 @@ MODELS: dict[str, Any] = {
     "hybrid": lambda: tiny.hybrid(torch.float32, blocks=(1,), image_size=(16, 24), depth=1),
     "BiT": lambda: tiny.bit(torch.float32, blocks=(1,)),
 }
-BATCHES = (2, 5, 1)
-FAST = ("relative",)
-every_model = pytest.mark.parametrize(
-    "make",
-    [pytest.param(make, marks=() if name in FAST else pytest.mark.slow) for name, make in MODELS.items()],
-    ids=MODELS,
-)
+BACKENDS = {"aot_eager": 1e-5, "inductor": 1e-4}  # and the tolerance
+CASES = [
+    pytest.param(name, backend, marks=() if (name, backend) == ("relative", "aot_eager") else pytest.mark.slow)
+    for name in MODELS
+    for backend in BACKENDS
+]
 
 
-def inputs(model: nn.Module, batch: int) -> Tensor:
-    size = (32, 48) if type(model).__name__ == "ResNet" else model.config.image_size
-    return tiny.images(batch, size, dtype=torch.float32, seed=batch)
-
-
-def check(model: nn.Module, other: Any, tolerance: float) -> None:
-    with torch.inference_mode():
-        for batch in BATCHES:
-            images = inputs(model, batch)
-            assert tiny.difference(other(images), model(images)) <= tolerance
-
-
-@every_model
-def test_compiles_without_graph_breaks(make: Any) -> None:
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_compiled_models_equal_eager_ones(name: str, backend: str) -> None:
     """fullgraph: nothing in the model breaks the graph."""
     torch._dynamo.reset()
-    model = make()
-    check(model, torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True), 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_compiled_by_inductor(make: Any) -> None:
-    torch._dynamo.reset()
-    model = make()
-    check(model, torch.compile(model, fullgraph=True, backend="inductor", dynamic=True), 1e-4)
+    model = MODELS[name]()
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    size = (32, 48) if name == "BiT" else model.config.image_size
+    with torch.inference_mode():
+        for batch in (2, 5, 1):
+            images = tiny.images(batch, size, dtype=torch.float32, seed=batch)
+            assert tiny.difference(compiled(images), model(images)) <= BACKENDS[backend]

@@ -105,6 +105,7 @@ BAD_RUNS: list[tuple[type[Checked], dict[str, Any], str]] = [
     (Config, {"save_every": -1}, "--save-every"),
     (Config, {"timeout": 0.0}, "timeout"),
     (Config, {"batch": 64, "micro_batch": 24}, "nearest: 16"),
+    (Config, {"batch": 64, "micro_batch": 10**12}, "nearest: 64"),  # at once
     (Config, {"ema": 0.9, "ema_window": 0.1}, "use --ema 0 or --ema-window 0"),
     (Config, {"objective": "mae", "ema": 0.9, "teacher": "weights"}, "add --teacher '' --ema 0"),
     (
@@ -166,6 +167,8 @@ def test_json_round_trip(name: str) -> None:
         ({"kind": "resnet"}, "blocks"),
         ({"kind": "vit", "stem": {"kind": "resnet", "blocks": [3], "colour": 1}}, "colour"),
         ({"kind": "vit", "dropout": "much"}, "dropout"),
+        ({"kind": "vit", "dropout": 10**400}, "invalid vit config"),
+        ({"kind": "vit", "stem": 3}, "invalid vit config"),
         ({"kind": ["vit"]}, "kind"),
         ({"kind": "vit", "norm_eps": -1.0}, "norm_eps"),
         ({"kind": "vit", "class_token": "no"}, "class_token"),

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGTERM
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,7 +148,7 @@ def stop_at(folder: Path, step: int, *flags: str, steps: int = 12) -> None:
     """Sends SIGTERM once a run has reached a step; it saves there or a little later."""
     child = subprocess.Popen(command(folder, *flags, steps=steps, save=1), env=ENVIRONMENT, stderr=subprocess.PIPE)
     wait_for_steps(folder, child, step)
-    child.send_signal(signal.SIGTERM)
+    child.send_signal(SIGTERM)
     child.communicate(timeout=60)
 
 
@@ -213,16 +214,19 @@ def test_a_run_with_killed_ranks_restarts_and_ends_with_the_same_weights(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_launcher_saves_and_ends_all_processes(tmp_path: Path, number: signal.Signals) -> None:
-    """SIGKILL too, which the launcher cannot pass on."""
+@pytest.mark.parametrize(("number", "to_all"), [(SIGTERM, False), (SIGTERM, True), (signal.SIGKILL, False)])
+def test_a_signal_to_the_launcher_saves_and_ends_all_processes(
+    tmp_path: Path, number: signal.Signals, to_all: bool
+) -> None:
+    """SIGKILL too, which the launcher cannot pass on; and one to every process, as of `scancel`."""
     folder = tmp_path / "run"
     launcher, workers = started(folder, save=0)
-    launcher.send_signal(number)
+    for pid in (*(workers if to_all else ()), launcher.pid):
+        os.kill(pid, number)
     _, err = launcher.communicate(timeout=60)
     wait_until(lambda: not any(map(is_running, workers)))
     ended = status(folder)
-    assert launcher.returncode == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert launcher.returncode == (143 if number == SIGTERM else -signal.SIGKILL)
     assert (ended["state"], ended["exit_code"]) == ("interrupted", 143)
     assert Checkpoints(folder / "checkpoints", 9).steps() == [ended["step"]]
     assert "Traceback" not in err
@@ -235,8 +239,8 @@ def test_a_signal_to_the_launcher_saves_and_ends_all_processes(tmp_path: Path, n
         ([[], [], []], 0),
         ([[], [signal.SIGINT], []], signal.SIGINT),
         ([[signal.SIGINT]] * 3, signal.SIGINT),
-        ([[], [], [signal.SIGTERM]], signal.SIGTERM),
-        ([[signal.SIGINT], [signal.SIGINT], [signal.SIGTERM]], signal.SIGTERM),
+        ([[], [], [SIGTERM]], SIGTERM),
+        ([[signal.SIGINT], [signal.SIGINT], [SIGTERM]], SIGTERM),
     ],
 )
 def test_three_processes_sum_their_step_results(signals: list[list[int]], number: int) -> None:
@@ -255,7 +259,7 @@ def test_three_processes_sum_their_step_results(signals: list[list[int]], number
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_process_ends_all_with_its_exit_code(tmp_path: Path, number: signal.Signals) -> None:
     launcher, workers = started(tmp_path / "run")
     os.kill(workers[1], number)

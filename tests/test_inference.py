@@ -204,7 +204,7 @@ def test_a_non_finite_loss_of_hidden_patches_is_an_error(tmp_path: Path) -> None
     assert isinstance(run.objective, PredictPatches)
     assert run.validation
     with pytest.raises(NonFiniteError):
-        evaluate_masked(run.objective, run.validation, run.cast)
+        evaluate_masked(run.objective, run.validation)
 
 
 # The mode of the caller's model ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Whole runs of masked prediction, small ones: recipes, exact resume, validation, the report, fine-tuning after it."""
+"""Whole runs of masked prediction, small ones: exact resume, validation, the report, fine-tuning after it."""
 
 import math
 from pathlib import Path
@@ -14,8 +14,6 @@ import plainvit
 from plainvit.config import Augment, Config, Masked, Optim, ViTConfig
 from plainvit.data.splits import open_splits
 from plainvit.models import ViT
-from plainvit.recipes import about
-from plainvit.recipes.masked import RECIPES
 from plainvit.runtime.folder import Folder, metrics
 from plainvit.train.replay import replay
 from plainvit.train.run import fit
@@ -40,32 +38,6 @@ def config(kind: str = "mae", **changes: Any) -> Config:
     return runs.config(**settings | {"augment": Augment(crop="pad", pad=1), "holdout": 0.2} | changes)
 
 
-# Recipes --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_recipes_have_the_settings_of_the_paper() -> None:
-    """B.1.2: 1M steps, batch 4096, Adam at 2e-4, 10k of warm-up, cosine; half of the patches, mean colours."""
-    for name, data, steps in (("masked-b16-jft", "", 1_000_000), ("masked-b16-i1k", "imagenet", 100_000)):
-        recipe = RECIPES[name]()
-        assert (recipe.objective, recipe.data, recipe.steps, recipe.batch) == ("masked", data, steps, 4096)
-        optim = recipe.optim
-        assert (optim.name, optim.lr, optim.warmup, optim.schedule) == ("adamw", 2e-4, 10_000, "cosine")
-        assert (recipe.masked.ratio, recipe.masked.target) == (0.5, "colour")
-        assert isinstance(recipe.model, ViTConfig)
-        assert (recipe.model.width, recipe.model.depth, recipe.model.patch) == (768, 12, (16, 16))
-    assert "79.9 %" in about("masked-b16-jft")["expected"]
-
-
-def test_mae_is_the_published_one() -> None:
-    mae = RECIPES["mae-b16-i1k"]()
-    masked, optim = mae.masked, mae.optim
-    assert (masked.ratio, masked.target, masked.normalise) == (0.75, "pixels", True)
-    assert (masked.depth, masked.width, masked.heads) == (8, 512, 16)
-    assert (mae.epochs, mae.batch, mae.augment.area) == (800, 4096, (0.2, 1.0))
-    assert (optim.lr, optim.betas, optim.weight_decay) == (pytest.approx(2.4e-3), (0.9, 0.95), 0.05)
-    assert optim.warmup == pytest.approx(40 / 800)
-
-
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
@@ -76,24 +48,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Pa
     stopped_run(run_config, out, 8)
     assert complete_run(run_config, out) == complete_run(run_config, tmp_path / "whole")
     assert replay(out, step=10)["loss"] == pytest.approx(losses(out)[9], rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("colour", {"masked": Masked(target="pixels")}),
-        ("mae", {"masked": MAE.replace(width=32)}),
-        ("mae", {"objective": "masked"}),
-    ],
-)
-@quick
-def test_the_decoder_cannot_change_in_a_run(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """It is an error before anything is written: the run's own command resumes it."""
-    fit(config(kind, steps=3, evaluations=1), tmp_path, quiet=True)
-    before = (tmp_path / "config.json").read_text()
-    with pytest.raises(ValueError, match="does not match this run"):
-        fit(config(kind, steps=6, **changes), tmp_path, force=True, quiet=True)
-    assert (tmp_path / "config.json").read_text() == before
 
 
 @pytest.mark.parametrize("kind", mostly_slow(["colour", "colours16", "mae", "pixels"], 2))

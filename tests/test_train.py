@@ -319,7 +319,8 @@ def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path
     source = build(TINY.replace(classes=9, image_size=(32, 32), representation=16))
     plainvit.save(source, tmp_path / "w.safetensors")
     frozen = ("blocks.*", "embedding.*", "positions.*", "class_token", "norm.*")
-    config = tiny(model=None, init=str(tmp_path / "w.safetensors"), image_size=16, optim=Optim(lr=1e-2, frozen=frozen))
+    optim = Optim(lr=1e-2, weight_decay=0.5, frozen=frozen)
+    config = tiny(model=None, init=str(tmp_path / "w.safetensors"), image_size=16, optim=optim)
     done = fit(config, tmp_path / "run", quiet=True)
     expected = plainvit.load(tmp_path / "w.safetensors", 3, 16)
     assert done.model.config == expected.config

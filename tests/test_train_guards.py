@@ -37,25 +37,19 @@ from plainvit.models import build
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
-from plainvit.train import loop
+from plainvit.train import guards, loop
 from plainvit.train import run as run_module
-from plainvit.train.guards import DeviceMemoryError, DivergedError, choose_micro_batch
+from plainvit.train.guards import TOGETHER, DeviceMemoryError, DivergedError
 from plainvit.train.loop import validation_score
 from plainvit.train.objectives import Classify
 from plainvit.train.replay import replay
 from plainvit.train.run import fit
 from plainvit.train.search import search_rates
-from plainvit.train.state import Progress, Training
+from plainvit.train.state import Training
 from plainvit.weights import save
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_figures")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The outcome of runs.config() when nothing goes wrong."""
-    return runs.complete_run(runs.config(), tmp_path_factory.mktemp("undisturbed") / "run")
 
 
 @pytest.fixture
@@ -223,15 +217,19 @@ def test_replay_repeats_a_step_exactly(tmp_path: Path, capsys: Capture, changes:
 SIGNALS = ((signal.SIGTERM, 143), (signal.SIGINT, 130))
 
 
+def interrupted(recipe: str, out: Path, point: str, number: int) -> int:
+    """The exit code of a run, in a process of its own, that receives a signal at this point."""
+    return Child(runs.command, ("train", recipe), out, point, number, log=out.with_name("log")).wait()
+
+
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_a_signal_saves_and_stops_and_the_run_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, Any], number: int, code: int
+    tmp_path: Path, undisturbed: dict[str, Any], number: int, code: int
 ) -> None:
+    """Also if it arrives twice."""
     out, run_config = tmp_path / "run", runs.config(save_every=0, evaluations=1)
     recipe = runs.recipe_file(tmp_path, run_config)
-    with monkeypatch.context() as patch:
-        before_step(patch, 6, lambda _: os.kill(os.getpid(), number))
-        assert run_command("train", recipe, "--out", out) == code
+    assert interrupted(recipe, out, "stepping:6", number) == code
     ended = status(out)
     assert (ended["state"], ended["exit_code"], ended["step"]) == ("interrupted", code, 6)
     assert newest(out)[1]["step"] == 6
@@ -249,7 +247,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, undisturbed: dict[str, Any
     with stalled(child, out):
         child.wait_for((out / "checkpoints/step-00000006").exists)  # written by a thread
         child.send(number)
-        child.process.join(0.3)
+        child.process.join(TOGETHER + 0.3)
         assert child.process.is_alive()
         child.send(number)
         assert child.wait(60) == code
@@ -259,32 +257,13 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, undisturbed: dict[str, Any
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
-@pytest.mark.parametrize("function", ["loop.validate", "finalize.save", "finalize.write_report"])
+@pytest.mark.parametrize("point", ["validated:3", "delivering", "reporting"])
 def test_a_signal_after_the_last_step_ends_a_run_that_is_not_done(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    undisturbed: dict[str, Any],
-    recipe: str,
-    function: str,
-    number: int,
-    code: int,
+    tmp_path: Path, undisturbed: dict[str, Any], recipe: str, point: str, number: int, code: int
 ) -> None:
     """A run is done when its report is there, and not before. Also in the last validation, after the last check."""
     out = tmp_path / "run"
-
-    validate = loop.validate
-
-    def send(run: Any, *rest: Any, **__: object) -> None:
-        if function == "loop.validate":
-            validate(run, *rest)
-        if function != "loop.validate" or run.progress.step == run.steps:
-            assert status(out)["state"] == "running"
-            os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
-    with monkeypatch.context() as patch:
-        patch.setattr(f"plainvit.train.{function}", send)
-        assert run_command("train", recipe, "--out", out) == code
+    assert interrupted(recipe, out, point, number) == code
     assert (status(out)["state"], status(out)["exit_code"]) == ("interrupted", code)
     assert finish(recipe, out) == undisturbed
 
@@ -346,13 +325,20 @@ def test_a_deleted_run_folder_ends_the_run_with_5(
     assert str(out) in error_of(capsys, "train", recipe, "--out", out, code=5)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_an_error_of_the_disk_ends_the_run_with_5_as_status_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, capsys: Capture, number: int
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere"), 5),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS), "somewhere"), 5),
+        (ValueError("an error of the user, found late"), 2),
+    ],
+)
+def test_status_has_the_exit_code_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, capsys: Capture, error: Exception, code: int
 ) -> None:
-    before_step(monkeypatch, 1, runs.fail(OSError(number, os.strerror(number), "somewhere")))
-    error_of(capsys, "train", recipe, "--out", tmp_path / "run", code=5)
-    assert status(tmp_path / "run")["exit_code"] == 5
+    before_step(monkeypatch, 1, runs.fail(error))
+    error_of(capsys, "train", recipe, "--out", tmp_path / "run", code=code)
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == ("failed", code)
 
 
 # The memory -----------------------------------------------------------------------------------------------------------
@@ -418,54 +404,47 @@ def test_other_errors_are_not_out_of_memory(tmp_path: Path, monkeypatch: pytest.
         fit(runs.config(), tmp_path / "run", quiet=True)
 
 
-class OnDevice:
-    """A stand-in for a batch on a GPU."""
+def choose_on_device(
+    monkeypatch: pytest.MonkeyPatch, images: int, most: int, world: Any = None, *, fsdp: bool = False
+) -> tuple[int, list[int]]:
+    """The micro-batch on a device that takes `most` images at once, and the sizes that were tried."""
+    tried: list[int] = []
 
-    def __init__(self, size: int) -> None:
-        self.size, self.device = size, torch.device("cuda")
+    def can_compute(_: object, tensors: list[Tensor]) -> bool:
+        tried.append(len(tensors[0]))
+        return tried[-1] <= most
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, part: slice) -> "OnDevice":
-        return OnDevice(min(part.stop, self.size))
-
-
-def device_run(most: int, tried: list[int], world: Any = None, *, fsdp: bool = False) -> Any:
-    """A run on a device that takes `most` images at once."""
-
-    def objective(images: OnDevice) -> tuple[Any, None]:
-        tried.append(len(images))
-        if len(images) > most:
-            raise NO_MEMORY
-        return SimpleNamespace(backward=lambda: None), None
-
-    return SimpleNamespace(
-        cast=nullcontext,
-        objective=objective,
-        optimizers=SimpleNamespace(zero=lambda: None),
-        checkpoints=SimpleNamespace(steps=list, close=lambda: None),
-        progress=Progress(),
-        world=world or World(),
-        config=runs.config(batch=128, model=runs.MODEL.replace(classes=10)),
-        fsdp=fsdp,
-    )
+    monkeypatch.setattr(guards, "can_compute", can_compute)
+    config = runs.config(batch=128, model=runs.MODEL.replace(classes=10), parallel="fsdp" if fsdp else "ddp")
+    run: Any = SimpleNamespace(config=config, world=world or World())
+    return guards.choose_micro_batch(run, (torch.zeros(images, device="meta"),)), tried
 
 
 @pytest.mark.parametrize(
-    ("batch", "most", "expected"), [(64, 64, 64), (64, 63, 32), (60, 16, 15), (64, 1, 1), (1, 1, 1)]
+    ("images", "most", "expected"), [(64, 64, 64), (64, 63, 32), (60, 16, 15), (64, 1, 1), (1, 1, 1)]
 )
-def test_the_micro_batch_is_found_by_halving(batch: int, most: int, expected: int) -> None:
-    tried: list[int] = []
-    assert choose_micro_batch(device_run(most, tried), (OnDevice(batch),)) == expected  # pyright: ignore
-    assert tried[0] == batch
+def test_the_micro_batch_is_found_by_halving(
+    monkeypatch: pytest.MonkeyPatch, images: int, most: int, expected: int
+) -> None:
+    chosen, tried = choose_on_device(monkeypatch, images, most)
+    assert chosen == expected == tried[-1]
     assert tried == sorted(tried, reverse=True)
+    assert tried[0] == images
 
 
-def test_a_device_too_small_for_one_image_is_an_error() -> None:
+def test_a_device_too_small_for_one_image_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceMemoryError) as caught:
-        choose_micro_batch(device_run(0, []), (OnDevice(8),))  # pyright: ignore
+        choose_on_device(monkeypatch, 8, 0)
     assert caught.value.raised_by_all
+
+
+def test_only_too_little_memory_makes_a_micro_batch_smaller() -> None:
+    run: Any = SimpleNamespace(cast=nullcontext, optimizers=SimpleNamespace(zero=lambda: None))
+    run.objective = runs.fail(NO_MEMORY)
+    assert not guards.can_compute(run, [])
+    run.objective = runs.fail(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="mat1"):
+        guards.can_compute(run, [])
 
 
 @pytest.mark.parametrize(("mine", "other", "fsdp", "expected"), [(64, 9, False, 9), (9, 64, False, 8), (4, 0, True, 0)])
@@ -477,11 +456,8 @@ def test_processes_choose_one_micro_batch(
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (mine * 25_000, 10**9))
     gather: Callable[[Tensor], Tensor] = lambda rows: torch.cat([rows, torch.tensor([other])])  # noqa: E731
-    tried: list[int] = []
-    run = device_run(mine, tried, SimpleNamespace(size=2, device="cpu", gather_rows=gather), fsdp=fsdp)
-    if expected:
-        assert choose_micro_batch(run, (OnDevice(64),)) == expected  # pyright: ignore
-    else:
-        with pytest.raises(DeviceMemoryError):
-            choose_micro_batch(run, (OnDevice(64),))  # pyright: ignore
-    assert bool(tried) != fsdp
+    world = SimpleNamespace(size=2, device="cpu", gather_rows=gather)
+    with nullcontext() if expected else pytest.raises(DeviceMemoryError):
+        chosen, tried = choose_on_device(monkeypatch, 64, mine, world, fsdp=fsdp)
+        assert chosen == expected
+        assert bool(tried) != fsdp

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,8 @@ from tiny import mostly_slow
 
 from plainvit.config import Config, Optim
 from plainvit.data.splits import open_splits
-from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import metrics
-from plainvit.runtime.track import tracker
+from plainvit.runtime.track import Tracker
 from plainvit.train import doctor, loop
 from plainvit.train.run import fit
 from plainvit.train.state import Training
@@ -124,34 +124,52 @@ def test_some_classes_of_a_set_are_data_of_its_recipe(tmp_path: Path, capsys: Ca
     assert "--force" in error_of(capsys, "train", "digits", "--data", "shapes", *few, "--out", tmp_path / "shapes")
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
-def test_a_tracker_is_sent_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+class Recorder:
     """By the calls that TensorBoard's SummaryWriter and wandb's run take; neither is among the tests' dependencies."""
-    sent: list[tuple[int, str, float]] = []
-    scalar = lambda name, value, step: sent.append((step, name, value))  # noqa: E731
-    log = lambda values, step: sent.extend((step, name, value) for name, value in values.items())  # noqa: E731
-    board = SimpleNamespace(SummaryWriter=lambda folder: SimpleNamespace(add_scalar=scalar, folder=folder))
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", board)
-    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=lambda **_: SimpleNamespace(log=log)))
-    send = tracker((name,), tmp_path, Config())
-    send({"step": 3, "loss": 0.5, "time": "noon"})
-    send({"step": 3, "val": {"top1": 0.25, "images": 8, "names": []}})
-    assert sent == [(3, "train/loss", 0.5), (3, "val/top1", 0.25), (3, "val/images", 8)]
+
+    def __init__(self) -> None:
+        self.opened: list[dict[str, Any]] = []
+        self.sent: list[tuple[int, str, float]] = []
+        self.closed = 0
+        self.close = self.finish = lambda: setattr(self, "closed", self.closed + 1)
+
+    def open(self, *_: object, **options: Any) -> "Recorder":
+        assert self.closed == len(self.opened), "one run at a time"
+        self.opened.append(options)
+        return self
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.sent.append((step, name, value))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.sent.extend((step, name, value) for name, value in values.items())
 
 
-def test_runs_of_one_name_in_different_folders_are_different_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[dict[str, Any]] = []
-    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=lambda **named: begun.append(named)))
-    for folder in ("a/run", "b/run", "a/run"):
-        tracker(("wandb",), Path(folder), Config())
-    first, other, resumed = (named["id"] for named in begun)
-    assert first == resumed != other
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    for name, opener in (("torch.utils.tensorboard", "SummaryWriter"), ("wandb", "init")):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{opener: made.open}))
+    return made
 
 
-def test_status_has_the_exit_code_of_the_command(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    before_step(monkeypatch, 1, runs.fail(ValueError("an error of the user, found late")))
-    assert error_of(capsys, "train", RECIPE, "--out", "run") == "plainvit: an error of the user, found late"
-    assert (status(Path("run"))["state"], status(Path("run"))["exit_code"]) == ("failed", 2)
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_tracker_is_sent_every_number(tmp_path: Path, recorder: Recorder, name: str) -> None:
+    tracker = Tracker((name,), tmp_path, Config())
+    tracker.send({"step": 3, "loss": 0.5, "time": "noon"})
+    tracker.send({"step": 3, "val": {"top1": 0.25, "images": 8, "names": []}})
+    assert recorder.sent == [(3, "train/loss", 0.5), (3, "val/top1", 0.25), (3, "val/images", 8)]
+
+
+def test_each_run_of_a_search_is_one_in_wandb(tmp_path: Path, recorder: Recorder) -> None:
+    """Also if it ends early; a resumed run goes on in its own."""
+    config = short(track=("wandb",), optim=Optim(grid=(1e-3, 1e-2)))
+    stopped_run(config, tmp_path / "run", 3, search=True)
+    fit(config, tmp_path / "run", search=True, quiet=True)
+    names = [options["name"] for options in recorder.opened]
+    assert names == ["lr-0.001", "lr-0.001", "lr-0.01", "run"]
+    assert len({options["id"] for options in recorder.opened}) == 3
+    assert recorder.closed == 4
 
 
 def test_a_search_skips_a_rate_that_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,38 +241,6 @@ def test_a_changed_config_is_an_error_unless_forced(capsys: Capture) -> None:
     assert steps_of(out) == [1, 2, 3, 4]
     assert [line["lr"] for line in metrics(out) if "loss" in line][3] > 0.003
     assert json.loads((out / "config.json").read_text())["optim"]["lr"] == 0.1
-
-
-@pytest.mark.parametrize(
-    ("flags", "first"),
-    mostly_slow(
-        [
-            ("--model.depth 2", {}),
-            ("--model.width 32", {}),
-            ("", {"optim": Optim(name="sgd")}),
-            ("", {"ema": 0.0}),
-        ],
-        2,
-    ),
-)
-def test_a_checkpoint_of_other_tensors_is_an_error_even_if_forced(
-    capsys: Capture, flags: str, first: dict[str, Any]
-) -> None:
-    """Before anything is written: the run's own command still resumes it."""
-    out = stopped(**first)
-    before = contents(out)
-    line = error_of(capsys, "train", RECIPE, "--out", "run", "--force", *flags.split())
-    assert "checkpoints/step-00000003 does not match this run" in line
-    assert contents(out) == before
-
-
-@pytest.mark.parametrize(
-    "text", mostly_slow(["", "{", "[]", '{"kind": "run", "colour": 3}', '{"kind": "vit"}', '{"kind": 3}'], 3)
-)
-def test_a_broken_config_file_is_an_error(capsys: Capture, text: str) -> None:
-    (stopped() / "config.json").write_text(text)
-    error_of(capsys, "train", RECIPE, "--out", "run")
-    assert Checkpoints(Path("run") / "checkpoints", 1).steps() == [3]
 
 
 # Data -----------------------------------------------------------------------------------------------------------------

@@ -35,12 +35,6 @@ from plainvit.train.transfer import hash_init
 pytestmark = pytest.mark.usefixtures("no_figures")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The outcome of runs.config() when nothing stops it."""
-    return complete_run(runs.config(), tmp_path_factory.mktemp("undisturbed") / "run")
-
-
 def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 

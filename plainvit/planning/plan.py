@@ -6,14 +6,14 @@
 Everything is computed from the config. With --measure the time of a step is that of real steps on this machine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from plainvit.config import Config, Model, ResNetConfig, ViTConfig, count_steps, nearest
+from plainvit.config import Config, Model, ResNetConfig, ViTConfig, count_steps, largest_divisor, nearest
 from plainvit.planning import cost
 from plainvit.planning.datasets import CLASSES, count_training_images
 from plainvit.planning.devices import DEVICES, USABLE_MEMORY, Device
@@ -124,7 +124,7 @@ def _plan_step(step: Step, device: Device | None, run: Report, measured: Report 
     if measured:
         step = replace(step, micro_batch=measured["micro_batch"])
     elif device and not step.micro_batch:
-        step = replace(step, micro_batch=choose_micro_batch(step, device.usable_bytes) or 1)
+        step = replace(step, micro_batch=plan_micro_batch(step, device.usable_bytes) or 1)
     planned: Report = {"images": step.images, "micro_batch": step.size, "memory": memory(step), "fits": None}
     parts = {"measured": measured["seconds"]} if measured else {}
     if device:
@@ -144,15 +144,17 @@ def _plan_step(step: Step, device: Device | None, run: Report, measured: Report 
     }
 
 
-def choose_micro_batch(step: Step, available: float) -> int:
-    """As training does: the full batch of the device, or its largest divisor of at most half of it, and so on.
-
-    0 if not even one image fits.
-    """
-    size = step.images
-    while size and memory(replace(step, micro_batch=size))["total"] > available:
-        size = max((n for n in range(1, size // 2 + 1) if step.images % n == 0), default=0)
+def find_micro_batch(images: int, fits: Callable[[int], bool]) -> int:
+    """All images if they fit, or their largest divisor of at most half of that, and so on; 0 if not even one fits."""
+    size = images
+    while size and not fits(size):
+        size = largest_divisor(images, size // 2)
     return size
+
+
+def plan_micro_batch(step: Step, available: float) -> int:
+    """The micro-batch that training will choose."""
+    return find_micro_batch(step.images, lambda size: memory(replace(step, micro_batch=size))["total"] <= available)
 
 
 def estimate_micro_batch(config: Config, devices: int, free: int) -> int:
@@ -160,9 +162,8 @@ def estimate_micro_batch(config: Config, devices: int, free: int) -> int:
     assert config.model
     step = replace(describe_step(config, config.model, devices), parallel="fsdp")
     used = memory(step)
-    return choose_micro_batch(
-        step, free * USABLE_MEMORY + sum(used[n] for n in ("weights", "averaged weights", "images"))
-    )
+    held = sum(used[name] for name in ("weights", "averaged weights", "images"))
+    return plan_micro_batch(step, free * USABLE_MEMORY + held)
 
 
 def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:

@@ -157,7 +157,11 @@ def end_after(wait: Callable[[], object]) -> None:
 
 
 def _connect_store(rank: int, size: int, timeout: timedelta) -> PrefixStore:
-    """Connects to the key-value store. Keys have a prefix per restart: torchrun's store keeps the previous ones."""
+    """Connects to the key-value store.
+
+    Unlike torch's own `env://`, keys have a prefix per restart: torchrun's store keeps the previous ones, with which
+    a restarted process would wait for the others for ever.
+    """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, size, is_master=rank == 0 and not agent_serves, timeout=timeout)

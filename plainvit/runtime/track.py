@@ -7,21 +7,28 @@ from typing import Any
 
 from plainvit.config import Config, to_json
 
+Log = Callable[[int, dict[str, float]], None]
 
-def tracker(names: tuple[str, ...], folder: Path, config: Config) -> Callable[[dict[str, Any]], None]:
-    """A function that sends a line of metrics to each of the named trackers."""
-    log_functions = [{"tensorboard": open_tensorboard, "wandb": open_wandb}[name](folder, config) for name in names]
 
-    def send(line: dict[str, Any]) -> None:
+class Tracker:
+    """Sends lines of metrics to each of the named trackers."""
+
+    def __init__(self, names: tuple[str, ...], folder: Path, config: Config) -> None:
+        self._opened = [{"tensorboard": open_tensorboard, "wandb": open_wandb}[name](folder, config) for name in names]
+
+    def send(self, line: dict[str, Any]) -> None:
         kind, metrics = ("val", line["val"]) if "val" in line else ("train", line)
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
-        for log in log_functions:
+        for log, _ in self._opened:
             log(line["step"], {f"{kind}/{name}": value for name, value in numbers.items()})
 
-    return send
+    def close(self) -> None:
+        """Sends what is still buffered. Without it, wandb would log the next run of this process as this one."""
+        for _, close in self._opened:
+            close()
 
 
-def open_tensorboard(folder: Path, _: Config) -> Callable[[int, dict[str, float]], None]:
+def open_tensorboard(folder: Path, _: Config) -> tuple[Log, Callable[[], None]]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -32,10 +39,10 @@ def open_tensorboard(folder: Path, _: Config) -> Callable[[int, dict[str, float]
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return log
+    return log, writer.close
 
 
-def open_wandb(folder: Path, config: Config) -> Callable[[int, dict[str, float]], None]:
+def open_wandb(folder: Path, config: Config) -> tuple[Log, Callable[[], None]]:
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -43,4 +50,4 @@ def open_wandb(folder: Path, config: Config) -> Callable[[int, dict[str, float]]
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]  # folders of one name are different runs
     options = {"project": "plainvit", "name": folder.name, "id": key, "resume": "allow", "dir": str(folder)}
     run = wandb.init(**options, config=to_json(config))
-    return lambda step, values: run.log(values, step=step)
+    return lambda step, values: run.log(values, step=step), run.finish

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from plainvit import __version__, device
-from plainvit.config import Config, ViTConfig
+from plainvit.config import Config, ViTConfig, largest_divisor
 from plainvit.data.splits import find_data_problems, open_splits
 from plainvit.device import choose_device, processor
 from plainvit.errors import first_line
@@ -146,7 +146,7 @@ def check_tokens(model: ViTConfig, *, has_weights: bool) -> Iterator[Problem]:
         if has_weights:
             fix = f"--image-size {factor * max(height, width)}"
         elif not model.stem:
-            patch = [max(n for n in range(1, max(side // 4, 1) + 1) if side % n == 0) for side in model.image_size]
+            patch = [largest_divisor(side, max(side // 4, 1)) for side in model.image_size]
             fix = f"--model.patch {patch[0]} {patch[1]}, or larger images: {fix}"
         problem = (
             f"{model.stride[0]}-pixel patches on {height}-pixel images give only {tokens} token{'s' * (tokens > 1)}"

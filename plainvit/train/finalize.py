@@ -40,7 +40,7 @@ def finalize(
         if not isinstance(run.objective, PredictPatches):
             numbers, samples = evaluate_splits(run, model, splits)
         elif run.validation:  # self-supervised training does not read test images
-            numbers["val"] = evaluate_masked(run.objective, run.validation, run.cast)
+            numbers["val"] = evaluate_masked(run.objective, run.validation)
     except NonFiniteError as error:
         raise DivergedError(f"with the final weights, {error}") from error
     progress = run.progress

@@ -7,19 +7,24 @@ import contextlib
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from plainvit.config import largest_divisor
 from plainvit.device import is_out_of_memory
 from plainvit.runtime.checkpoint import Checkpoints
+from plainvit.train.state import uses_fsdp
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch
     from plainvit.runtime.display import Display
     from plainvit.train.state import Training
+
+TOGETHER = 2.0  # seconds within which signals count as one
 
 
 class DivergedError(ValueError):
@@ -66,13 +71,21 @@ def handle_signals(handler: Callable[..., None], *numbers: signal.Signals) -> It
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM for the loop, which checks after each step. A second one ends the process at once."""
+    """Collects SIGINT and SIGTERM for the loop, which checks after each step. A later one ends the process at once.
+
+    A scheduler signals every process of a job, and torchrun passes the signal on to the same processes: signals that
+    arrive together count as one.
+    """
     received: list[int] = []
+    first = 0.0
 
     def handle(number: int, _: object) -> None:
-        if received:
+        nonlocal first
+        if not received:
+            received.append(number)
+            first = time.monotonic()
+        elif time.monotonic() - first > TOGETHER:
             os._exit(128 + number)  # safe: the checkpoint on disk is complete
-        received.append(number)
 
     with handle_signals(handle, signal.SIGINT, signal.SIGTERM):
         yield received
@@ -100,13 +113,13 @@ def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
     total = len(tensors[0])
     if run.config.micro_batch or tensors[0].device.type == "cpu":  # Linux overcommits: a trial would prove nothing
         return min(run.config.micro_batch or total, total)
-    if run.fsdp:
-        from plainvit.planning.plan import estimate_micro_batch
+    from plainvit.planning.plan import estimate_micro_batch, find_micro_batch
 
+    if uses_fsdp(run.config, run.world):
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         size = estimate_micro_batch(run.config, run.world.size, torch.cuda.mem_get_info()[0] + unused)
     else:
-        size = largest_micro_batch(run, tensors)
+        size = find_micro_batch(total, lambda size: can_compute(run, [tensor[:size] for tensor in tensors]))
     size = int(run.world.gather_rows(torch.tensor([size], device=run.world.device)).min())
     if not size:
         error = DeviceMemoryError("not even one image at a time fits into the device's memory: choose a smaller model")
@@ -115,32 +128,24 @@ def choose_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
     return size
 
 
-def largest_micro_batch(run: "Training", tensors: tuple[Tensor, ...]) -> int:
-    """The first of all, about half, a quarter ... of the images that pass forward and backward; 0 if none does.
+def can_compute(run: "Training", tensors: list[Tensor]) -> bool:
+    """Whether a forward and backward pass of these images fits into the device's memory.
 
     Tried uncompiled, which needs more memory and avoids a compilation per size, and without DDP, so that a failure in
     one process does not stop the others.
     """
-    size = total = len(tensors[0])
-    while size:
-        try:
-            with run.cast():
-                loss, _ = run.objective(*(tensor[:size] for tensor in tensors))
-            loss.backward()
-            return size
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            size = largest_divisor(total, size // 2)
-        finally:
-            run.optimizers.zero()
-            torch.cuda.empty_cache()
-    return 0
-
-
-def largest_divisor(total: int, most: int) -> int:
-    """The largest divisor of `total` up to `most`; 0 if `most` is below 1."""
-    return max((n for n in range(1, most + 1) if total % n == 0), default=0)
+    try:
+        with run.cast():
+            loss, _ = run.objective(*tensors)
+        loss.backward()
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        run.optimizers.zero()
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

@@ -12,8 +12,6 @@ Masks follow from (seed, step, position in the batch), those of held-out images 
 
 import contextlib
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +30,7 @@ from plainvit.evaluate.classify import EvaluationSet
 from plainvit.models.inference import NonFiniteError, eval_mode
 from plainvit.models.masked import CELLS, COLOURS, MaskedViT, take
 from plainvit.models.vit import ViT, patchify
+from plainvit.train.state import autocast
 
 if TYPE_CHECKING:
     from plainvit.runtime.folder import Folder
@@ -49,14 +48,14 @@ class PredictPatches(MaskedViT):
         super().__init__(model, config.objective, config.masked)
         if model.pool is not None:  # nothing is pooled, and DDP needs a gradient for every trained parameter
             model.pool.requires_grad_(False)
-        self.seed, self.rank = config.seed, rank
+        self.config, self.rank = config, rank
         self.initialise(torch.Generator().manual_seed(config.seed))
 
     def make_inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
         """(images, order) and, unless hidden patches are dropped, the source of each token."""
         count, device = len(batch.images), batch.images.device
         position = torch.arange(self.rank * count, (self.rank + 1) * count, device=device)  # in the global batch
-        return batch.images, *self.hide(self.seed, torch.full_like(position, step), position)
+        return batch.images, *self.hide(self.config.seed, torch.full_like(position, step), position)
 
     def make_held_out_inputs(self, images: Tensor, index: np.ndarray) -> tuple[Tensor, ...]:
         """The same for held-out images, whose masks depend on their index alone."""
@@ -153,9 +152,7 @@ def patch_moments(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate_masked(
-    objective: PredictPatches, prepared: EvaluationSet, cast: Callable[[], AbstractContextManager]
-) -> dict[str, float]:
+def evaluate_masked(objective: PredictPatches, prepared: EvaluationSet) -> dict[str, float]:
     """The loss, and for target colour the accuracy, over all held-out images, split over the processes."""
     world = prepared.world
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, correct, images, unreadable
@@ -165,7 +162,7 @@ def evaluate_masked(
             images, count = batch.images[torch.from_numpy(good).to(batch.images.device)], int(good.sum())
             sums[3] += len(batch.bad)
             if count:
-                with cast():
+                with autocast(objective.config, images.device):
                     loss, correct = objective(*objective.make_held_out_inputs(images, batch.index[good]))
                 sums[:3] += torch.stack((loss * count, correct, torch.full_like(loss, count))).double()
     loss, correct, images, unreadable = world.sum(sums).tolist()
@@ -178,27 +175,17 @@ def evaluate_masked(
 
 
 def validate_masked(
-    objective: PredictPatches,
-    prepared: EvaluationSet,
-    cast: Callable[[], AbstractContextManager],
-    folder: "Folder",
-    step: int,
+    objective: PredictPatches, prepared: EvaluationSet, folder: "Folder", step: int
 ) -> dict[str, float]:
     """The metrics of a validation during training; also draws figures/."""
-    metrics = evaluate_masked(objective, prepared, cast)
+    metrics = evaluate_masked(objective, prepared)
     if prepared.world.is_main and folder.writes:
-        draw_predictions(objective, prepared, cast, folder.path, step)
+        draw_predictions(objective, prepared, folder.path, step)
     return {name: value for name, value in metrics.items() if name in ("loss", "accuracy")}
 
 
 @torch.no_grad()
-def draw_predictions(
-    objective: PredictPatches,
-    prepared: EvaluationSet,
-    cast: Callable[[], AbstractContextManager],
-    folder: Path,
-    step: int,
-) -> None:
+def draw_predictions(objective: PredictPatches, prepared: EvaluationSet, folder: Path, step: int) -> None:
     """Draws a few held-out images, evenly spaced and always the same."""
     preprocess: Preprocess = objective.model.about.preprocess
     images, index = [], []
@@ -208,6 +195,6 @@ def draw_predictions(
             index.append(position)
     if images:
         batch = torch.stack(images).to(prepared.world.device)
-        with eval_mode(objective), cast():
+        with eval_mode(objective), autocast(objective.config, batch.device):
             shown = objective.show(objective.make_held_out_inputs(batch, np.array(index)))
         draw_masked(folder, step, [part.cpu().numpy() for part in shown])

@@ -72,7 +72,7 @@ class Classify(nn.Module):
         size = teacher.config.image_size
         if tuple(images.shape[2:]) != size:
             images = F.interpolate(as_floats(images), size, mode="bilinear", antialias=True)
-        with autocast(self.config, images.device)():  # as the student
+        with autocast(self.config, images.device):  # as the student
             logits = teacher(images).float()
         return F.one_hot(logits.argmax(-1), self.classes).float()
 

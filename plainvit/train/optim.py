@@ -6,6 +6,7 @@ Each step sets its learning rate (schedule.py), so there is no scheduler state t
 
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, _foreach_add_, _foreach_lerp_, _foreach_mul_, nn  # pyright: ignore
@@ -39,7 +40,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def group_parameters(model: ViT | ResNet, named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> list[dict]:
+def group_parameters(model: ViT | ResNet, optim: Optim, named: Iterable[tuple[str, nn.Parameter]]) -> list[dict]:
     """Parameter groups of equal weight decay and learning rate factor ("scale"), in a fixed order."""
     layers = len(model.blocks) if isinstance(model, ViT) else len(model.body.stages)
     grouped: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -68,26 +69,23 @@ class Optimizers:
         self._views: dict[nn.Parameter, list[nn.Parameter]] = {}  # a matrix -> views that are updated separately
         fused = self.parameters[0].is_cuda
         adam = {"betas": optim.betas, "eps": optim.eps, "fused": fused, "capturable": graphs}
+        make_groups = partial(group_parameters, model, optim)
         match optim.name:
             case "adamw":
-                self.all: list[torch.optim.Optimizer] = [
-                    torch.optim.AdamW(group_parameters(model, named, optim), **adam)
-                ]
+                self.all: list[torch.optim.Optimizer] = [torch.optim.AdamW(make_groups(named), **adam)]
             case "sgd":
-                self.all = [
-                    torch.optim.SGD(group_parameters(model, named, optim), momentum=optim.momentum, fused=fused)
-                ]
+                self.all = [torch.optim.SGD(make_groups(named), momentum=optim.momentum, fused=fused)]
             case "lamb":
-                self.all = [Lamb(group_parameters(model, named, optim), optim.betas, optim.eps)]
+                self.all = [Lamb(make_groups(named), optim.betas, optim.eps)]
             case "muon":
                 matrices = [(name, p) for name, p in named if is_for_muon(name, p)]
                 others = [(name, p) for name, p in named if not is_for_muon(name, p)]
                 if not matrices:
                     raise ValueError("--optim.name muon needs matrices of ViT blocks to train: use --optim.name adamw")
                 split = [(name, part) for name, p in matrices for part in self._split(name, p)]
-                self.all = [Muon(group_parameters(model, split, optim), optim.momentum)]
+                self.all = [Muon(make_groups(split), optim.momentum)]
                 if others:
-                    self.all.append(torch.optim.AdamW(group_parameters(model, others, optim), **adam))
+                    self.all.append(torch.optim.AdamW(make_groups(others), **adam))
         if graphs:
             for optimizer in self.all:
                 for group in optimizer.param_groups:

@@ -10,6 +10,8 @@ the two it is, `setup.py` builds what the run needs, `loop.py` trains, `finalize
 import hashlib
 import json
 import logging
+import signal
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from plainvit.train.guards import (
     InterruptedRunError,
     Terminated,
     explain_out_of_memory,
+    handle_signals,
     raise_on_termination,
 )
 from plainvit.train.linear_head import find_first
@@ -142,7 +145,7 @@ def search_in(world: World, folder: Folder, config: Config, options: Options) ->
 
     def try_rate(rate_config: Config, splits: Splits, lr: float) -> dict[str, Any]:
         with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.is_main) as inner:
-            return run_in(world, inner, rate_config, splits, Options(options.force, options.quiet)).numbers["val"]
+            return run_in(world, inner, rate_config, splits, options).numbers["val"]
 
     return search_rates(config, try_rate)
 
@@ -169,11 +172,12 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
     resume(run)  # raises an error before anything is written if the checkpoint is of another config
     write_start(run, splits)
     try:
-        with raise_lost_peer(world), raise_on_termination(), explain_out_of_memory(run):
+        with closing(run.tracker), raise_lost_peer(world), raise_on_termination(), explain_out_of_memory(run):
             first = train_timed(run, splits)
             model, numbers = finalize(run, splits, first, report=not options.bare)
     except BaseException as error:
-        write_end(run, error, report=not options.bare)
+        with handle_signals(lambda *_: None, signal.SIGINT, signal.SIGTERM):  # the run ends anyway
+            write_end(run, error, report=not options.bare)
         raise
     return Fitted(folder.path, numbers, model)
 

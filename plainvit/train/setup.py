@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from plainvit.runtime.display import print_line, readable
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
 from plainvit.runtime.parallel import replicate, shard
-from plainvit.runtime.track import tracker
+from plainvit.runtime.track import Tracker
 from plainvit.train.finalize import make_predictor, open_evaluation_set
 from plainvit.train.graphs import Graph, GraphedGradients, can_use_graphs
 from plainvit.train.masked import PredictPatches, validate_masked
@@ -76,7 +77,7 @@ def build_training(
         update=Graph(optimizers.step) if uses_graphs else optimizers.step,
         validation=validation,
         evaluate=build_evaluation(config, objective, validation, folder) if validation else None,
-        track=tracker(config.track if world.is_main else (), folder.path, config),
+        tracker=Tracker(config.track if world.is_main else (), folder.path, config),
         quiet=quiet or not world.is_main,
         is_compiled=compiles,
     )
@@ -177,7 +178,7 @@ def build_gradients(
             objective.model.set_requires_gradient_sync(is_last)  # pyright: ignore
         return contextlib.nullcontext() if is_last or not ddp else ddp.no_sync()
 
-    cast = autocast(config, torch.device(world.device))
+    cast = partial(autocast, config, torch.device(world.device))
     return Gradients(forward, optimizers.parameters, cast, config.optim.clip, synchronize)
 
 
@@ -216,7 +217,6 @@ def build_evaluation(
 ) -> Callable[[int], dict[str, float]]:
     """Step -> metrics of the model as it is then, on held-out images."""
     if isinstance(objective, PredictPatches):
-        cast = autocast(config, torch.device(validation.world.device))
-        return lambda step: validate_masked(objective, validation, cast, folder, step)
+        return lambda step: validate_masked(objective, validation, folder, step)
     predictor = make_predictor(config, objective.model, validation.world.device, folder.path)
     return lambda _: classify(predictor, validation).numbers()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from plainvit.runtime.checkpoint import Checkpoints
     from plainvit.runtime.distributed import World
     from plainvit.runtime.folder import Folder
+    from plainvit.runtime.track import Tracker
     from plainvit.train.masked import PredictPatches
     from plainvit.train.objectives import Classify
     from plainvit.train.optim import Average, Optimizers
@@ -59,7 +59,7 @@ class Training:
     update: Callable[[], None]  # the optimizers' step
     validation: "EvaluationSet | None"  # held-out images
     evaluate: Callable[[int], dict[str, float]] | None  # step -> metrics of the model on held-out images
-    track: Callable[[dict[str, Any]], None] = lambda _: None
+    tracker: "Tracker"
     quiet: bool = False
     is_compiled: bool = False
     progress: Progress = field(default_factory=Progress)
@@ -77,12 +77,7 @@ class Training:
         least = 1 if self.progress.length is None else LEAST_INTERVAL
         return max(math.ceil(self.steps / self.config.evaluations), least)
 
-    @property
-    def fsdp(self) -> bool:
-        return uses_fsdp(self.config, self.world)
-
-    @property
-    def cast(self) -> Callable[[], AbstractContextManager]:
+    def cast(self) -> AbstractContextManager:
         return autocast(self.config, self.loader.device)
 
     def set_length(self, steps: int | None) -> None:
@@ -93,7 +88,7 @@ class Training:
 
     def record(self, line: dict[str, Any]) -> None:
         self.folder.record(line)
-        self.track(line)
+        self.tracker.send(line)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that training changes."""
@@ -165,10 +160,10 @@ def uses_fsdp(config: Config, world: "World") -> bool:
     return world.size > 1 and config.parallel == "fsdp"
 
 
-def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Contexts in the precision of the arithmetic; weights are fp32."""
+def autocast(config: Config, device: torch.device) -> AbstractContextManager:
+    """A context in the precision of the arithmetic; weights are fp32."""
     dtype = choose_precision(config.precision, device.type)
-    return partial(torch.autocast, device.type, dtype, enabled=dtype is not torch.float32)
+    return torch.autocast(device.type, dtype, enabled=dtype is not torch.float32)
 
 
 @contextlib.contextmanager
