@@ -1,4 +1,4 @@
-"""How often plainvit.load(optimise=...) predicts the same class as the model in fp32, on real images.
+"""How often plainvit.load(optimize=...) predicts the same class as the model in fp32, on real images.
 
     python -m bench.agreement RUN --data tiny-imagenet --data-root DIR [--json FILE]
 

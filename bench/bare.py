@@ -2,7 +2,7 @@
 
     python bench/bare.py WEIGHTS photos/
 
-Needs only torch, safetensors and Pillow, and preprocesses as timm does for these weights: resize, centre crop of 224 px
+Needs only torch, safetensors and Pillow, and preprocesses as timm does for these weights: resize, center crop of 224 px
 (90 %), mean and std 0.5. Predicts all photos in one batch and prints the five most probable classes of each as JSON.
 """
 

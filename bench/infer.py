@@ -130,7 +130,7 @@ def build_form(form: Form, job: Job, images: Tensor) -> Forward:
 
 
 def build_compiled(form: Form, job: Job) -> Forward:
-    if form.library == "plainvit":  # as plainvit.load(optimise=True)
+    if form.library == "plainvit":  # as plainvit.load(optimize=True)
         choice = Choice(form.precision, "compiled")
         call = compile_call(cast_model(job.create_plainvit(), choice), choice, "forward")
     else:

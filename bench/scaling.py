@@ -8,7 +8,7 @@ recorded   a forward and backward pass of plainvit's sharded model (runtime/para
 measured   rates of training steps on one H200 (plainvit/planning/step_time.py); G/14 is extrapolated from H/14.
 published  link rates of an H200 (plainvit/planning/devices.py).
 assumed    the fraction of the link rates that collectives reach, and LATENCY; FSDP's collectives overlap with all of
-           the computation, DDP's with the backward pass. Slow ranks and congestion are not modelled.
+           the computation, DDP's with the backward pass. Slow ranks and congestion are not modeled.
 
 "GiB" is the peak of one rank: the recorded shard four times (weights, gradients, AdamW), the rest as in `plainvit
 plan`. "hidden from" is the smallest batch per rank at which no rank waits, with its memory.

@@ -57,7 +57,7 @@ def count_executed_flops(model: ViTConfig) -> float:
     return count_training_flops(model) - 6 * others * (2 * D * D + 2 * D * model.mlp_dim + 2 * model.tokens * D)
 
 
-MAE = {"objective": "mae", "masked": Masked(ratio=0.75, target="pixels", normalise=True)}
+MAE = {"objective": "mae", "masked": Masked(ratio=0.75, target="pixels", normalize=True)}
 VARIANTS = {
     BASELINE: Variant(executed_flops=count_executed_flops),
     "plainvit, plain": Variant({"graphs": "off", "fast_path": "off"}),
@@ -83,14 +83,14 @@ class Job:
 
 
 def make_job(name: str, model: ViTConfig, batch: int, device: str, *, compiled: bool) -> Job:
-    """Draws images of noise whose mean colour depends on the class."""
+    """Draws images of noise whose mean color depends on the class."""
     job = Job(name, model, batch, device, compiled)
     generator = torch.Generator(device).manual_seed(0)
     randint = partial(torch.randint, generator=generator, device=device)
-    colours = randint(0, 128, (CLASSES, model.channels, 1, 1), dtype=torch.uint8)
+    colors = randint(0, 128, (CLASSES, model.channels, 1, 1), dtype=torch.uint8)
     for _ in range(BATCHES):
         labels = randint(0, min(CLASSES, model.classes), (batch,))
-        images = randint(0, 128, (batch, model.channels, *model.image_size), dtype=torch.uint8) + colours[labels]
+        images = randint(0, 128, (batch, model.channels, *model.image_size), dtype=torch.uint8) + colors[labels]
         job.batches.append((images, labels))
         job.normalized.append((images.float() / 127.5 - 1, labels))
     return job

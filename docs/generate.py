@@ -14,7 +14,7 @@ CONFIGS = (
     (config.Config, "A run", ""),
     (config.Optim, "Optimizer and schedule", "optim."),
     (config.Augment, "Augmentation", "augment."),
-    (config.Masked, "Masked image modelling", "masked."),
+    (config.Masked, "Masked image modeling", "masked."),
     (model_config.ViTConfig, "A ViT", "model."),
     (model_config.ResNetConfig, "A BiT ResNet", "model."),
     (model_config.Preprocess, "Preprocessing for evaluation", "preprocess."),

@@ -67,7 +67,7 @@ TASKS: dict[str, dict[str, Command]] = {
 FIRST_STEPS = {
     "plainvit train digits": "Train a small ViT in about a minute",
     "plainvit train --data FOLDER": "Train on your images: one folder per class",
-    "plainvit finetune --init WEIGHTS --data FOLDER": "The same from pretrained weights, far more accurate",
+    "plainvit finetune --init WEIGHTS --data FOLDER": "Fine-tune pretrained weights: far more accurate",
 }
 COMMANDS = {name: call for commands in TASKS.values() for name, call in commands.items()}
 

@@ -42,7 +42,7 @@ class Augment(Checked):
     flip: float = 0.5  # Probability of a horizontal flip
     randaugment: tuple[int, int] = (0, 0)  # RandAugment: number of operations and magnitude (at most 30)
     three_augment: bool = False  # Apply DeiT III's 3-Augment: one of grayscale, solarize, blur
-    colour: float = 0.0  # Strength of colour jitter: brightness, contrast and saturation
+    color: float = 0.0  # Strength of color jitter: brightness, contrast and saturation
     erase: float = 0.0  # Probability of random erasing
     repeats: int = 1  # Copies of each image in an epoch (repeated augmentation)
     mixup: float = 0.0  # Alpha of mixup's beta distribution; 0: off
@@ -55,7 +55,7 @@ class Augment(Checked):
         self._check(
             positive=("repeats",),
             natural=("pad", "randaugment"),
-            rates=("colour", "smoothing"),
+            rates=("color", "smoothing"),
             fractions=("flip", "erase"),
             not_negative=("mixup", "cutmix"),
         )
@@ -121,7 +121,7 @@ class Optim(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Masked(Checked):
-    """Masked image modelling: what is hidden and predicted; the defaults are the paper's (B.1.2).
+    """Masked image modeling: what is hidden and predicted; the defaults are the paper's (B.1.2).
 
     depth, width and heads describe MAE's decoder; the other objectives predict from each token with one linear layer.
     """
@@ -129,9 +129,9 @@ class Masked(Checked):
     FLAGS: ClassVar[str] = "--masked."
 
     ratio: float = 0.5  # Fraction of the patches of each image to mask (MAE 0.75)
-    #: What to predict: the patch's mean colour (512 classes), that of 4 x 4 cells, or all pixels by L2
-    target: Literal["colour", "colours16", "pixels"] = "colour"
-    normalise: bool = False  # Target pixels: normalize each patch by its own mean and std, as MAE
+    #: What to predict: the patch's mean color (512 classes), that of 4 x 4 cells, or all pixels by L2
+    target: Literal["color", "colors16", "pixels"] = "color"
+    normalize: bool = False  # Target pixels: normalize each patch by its own mean and std, as MAE
     depth: int = 8  # Number of blocks of MAE's decoder
     width: int = 512  # Width of MAE's decoder
     heads: int = 16  # Number of attention heads of MAE's decoder
@@ -140,8 +140,8 @@ class Masked(Checked):
         self._check(positive=("depth", "width", "heads"))
         if not 0 < self.ratio < 1:
             raise ValueError(f"--masked.ratio must be above 0 and below 1, got {self.ratio:g}; the paper uses 0.5")
-        if self.normalise and self.target != "pixels":
-            raise ValueError(f"--masked.normalise requires --masked.target pixels, got {self.target!r}")
+        if self.normalize and self.target != "pixels":
+            raise ValueError(f"--masked.normalize requires --masked.target pixels, got {self.target!r}")
         if self.width % self.heads or self.width % 4:
             raise ValueError(f"--masked.width {self.width} must be divisible by 4 and by --masked.heads {self.heads}")
 
@@ -156,7 +156,7 @@ class Config(Checked):
     model: ViTConfig | ResNetConfig | None = None  # Model to train; None: the model of init
     init: str = ""  # Weights to start from: file, run folder, hf:org/name or name from `plainvit weights`
     image_size: int = 0  # Height and width of the training images in pixels; 0: the model's own
-    #: Head of init: replace it by zeros (as in the paper) or by a linear classifier of its features, or keep it
+    #: Head: zero-initialized as in the paper, a linear classifier fitted to frozen features, or that of the weights
     head: Literal["zero", "linear", "keep"] = "zero"
     data: str = ""  # Training data: folder, list, shards, hf:org/dataset, known dataset, digits or shapes
     data_root: str = ""  # Folder with the known datasets, each in a folder of its name
@@ -164,14 +164,14 @@ class Config(Checked):
     train_fraction: float = 1.0  # Fraction of each class to train on (smaller subsets are contained in larger ones)
     holdout: float = 0.0  # Fraction of the training images to hold out for validation, chosen by their content
     search_holdout: float = 0.1  # Fraction of the training images to hold out while --search runs
-    epochs: float = 0.0  # Number of epochs; default with --init: 20, at least 200 steps
+    epochs: float = 0.0  # Number of epochs; with --init and no recipe's value: 20, at least 200 steps
     steps: int = 0  # Number of steps, in place of epochs
-    hours: float = 0.0  # Time limit, to which steps and schedule are fitted; 0: none (0.17 with --head linear on a CPU)
+    hours: float = 0.0  # Time limit in hours, to which steps and schedule are fitted; 0: none (finetune on a CPU: 0.17)
     batch: int = 512  # Images per step, over all devices
     micro_batch: int = 0  # Images per forward pass on a device (gradient accumulation); 0: what fits
     #: Training objective: classify labels, or predict masked patches as in the ViT paper or MAE
     objective: Literal["classify", "masked", "mae"] = "classify"
-    masked: Masked = Masked()  # Masked image modelling
+    masked: Masked = Masked()  # Masked image modeling
     #: Loss: sigmoid sums over classes, binary averages over classes with 0/1 targets
     loss: Literal["softmax", "sigmoid", "binary"] = "softmax"
     head_bias: float = 0.0  # Initial bias of a new head, such as -10 for sigmoid with 21k classes
@@ -184,17 +184,17 @@ class Config(Checked):
     ema_window: float = 0.0  # Averaging window as a fraction of the run, in place of --ema: 0.1 is about the last tenth
     evaluations: int = 20  # Number of evaluations during the run, each with a checkpoint, evenly spaced
     save_every: int = 0  # Steps between additional checkpoints; 0: none
-    keep: int = 2  # Number of most recent checkpoints to keep, besides the best
+    keep: int = 2  # Number of most recent checkpoints to keep, in addition to the best
     patience: int = 0  # Stop after this many evaluations without improvement and keep the best weights; 0: never
     max_skipped_steps: int = 3  # Number of steps with a non-finite loss or gradient to skip before the run stops
     seed: int = 0  # Seed of the initial weights, the image order and the augmentation
     device: str = "auto"  # Device to run on: cpu, cuda, cuda:1; auto picks a GPU if there is one
     #: Precision of the computation (weights stay fp32); auto: bf16 on a GPU, and for finetune on a CPU if it is faster
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
-    #: Compile the model with torch.compile; auto: on a GPU, in runs that win the time back
+    #: Compile the model with torch.compile; auto: on a GPU, if the run is long enough to save time
     compile: Literal["auto", "on", "off"] = "auto"
     graphs: Literal["auto", "off"] = "auto"  # Capture training steps as CUDA graphs; auto: small models on a single GPU
-    #: Use fused kernels, skip unused outputs, sample stochastic depth from 0.2 on jointly; off: plain PyTorch
+    #: Use fused kernels and skip unused computation; off: plain PyTorch
     fast_path: Literal["auto", "off"] = "auto"
     workers: int = -1  # Number of processes that read images; -1 chooses by the number of cores
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()  # Also log metrics to these
@@ -235,12 +235,12 @@ class Config(Checked):
                 "(a recipe may have set one): use --ema 0 or --ema-window 0"
             )
         if self.objective != "classify":
-            self._check_unlabelled()
+            self._check_unlabeled()
         for name in self.track:
             if name not in ("tensorboard", "wandb"):
                 raise ValueError(f"--track {name!r} is unknown; one of: tensorboard, wandb")
 
-    def _check_unlabelled(self) -> None:
+    def _check_unlabeled(self) -> None:
         """Self-supervised objectives support neither labels nor averaged weights."""
         changes = {
             "--teacher ''": self.teacher,
@@ -269,7 +269,7 @@ class DataSummary:
     images: int
     classes: int
     side: int  # median of the shorter sides, in pixels
-    is_grey: bool = False
+    is_gray: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ class Probes(Checked):
     shots: tuple[int, ...] = (1, 5, 10, 25)  # Few-shot: training images per class (a class with fewer uses all)
     seeds: int = 3  # Few-shot: number of random draws of these images
     l2: float = 1024.0  # Few-shot: regularization (big_vision: 2^10)
-    k: tuple[int, ...] = ()  # k-NN: numbers of neighbours; default: 1 5 10 20 100 200, as far as there are images
+    k: tuple[int, ...] = ()  # k-NN: numbers of neighbors; default: 1 5 10 20 100 200, as far as there are images
     #: Linear probe: regularization; the best on a fifth of the training images is used
     linear_l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
     per_class: int = 0  # Maximum training images per class; 0: all (big_vision on ImageNet: 65)

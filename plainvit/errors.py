@@ -1,4 +1,4 @@
-"""Exit codes of errors, and errors that several packages raise and catch."""
+"""Exit codes of errors (listed in cli.py), and errors that several packages raise and catch."""
 
 import errno
 

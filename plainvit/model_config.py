@@ -188,7 +188,7 @@ class ViTConfig(Checked):
     channels: int = 3  # Number of image channels
     classes: int = 1000  # Number of classes; 0: those of the data in a training run, else no head
     representation: int = 0  # Width of the hidden tanh layer of the head (pre-training); 0: linear head
-    #: Input of the head: class token, mean of patches, attention pooling, or the first two side by side
+    #: Input of the head: class token, mean of patches, attention pooling, or the first two concatenated
     pool: Literal["token", "average", "attention", "token+average"] = "token"
     class_token: bool = True  # Prepend a learned class token to the patches
     distillation: bool = False  # Add DeiT's distillation token, with its own head
@@ -211,12 +211,12 @@ class ViTConfig(Checked):
     norm_embedding: Literal["none", "patches", "tokens"] = "none"  # Norm of the patches, or of all tokens (CLIP)
     norm_inner: Literal["none", "mlp", "both"] = "none"  # Norm before the last layer of MLPs, or of attention too
     norm_final: bool = True  # Apply a norm after the last block
-    qk_norm: bool = False  # Normalise queries and keys per head
+    qk_norm: bool = False  # Normalize queries and keys per head
     gated: bool = False  # Gated MLPs (SwiGLU with activation silu)
     block_bias: Literal["all", "no_k", "no_qkv", "none"] = "all"  # Which linear layers of the blocks have a bias
     embedding_bias: bool = True  # Bias of the patch embedding
     projection: int = 0  # Width of the linear projection of image-text towers; 0: none
-    cosine_head: bool = False  # Normalise the features before the head (zero-shot classification)
+    cosine_head: bool = False  # Normalize the features before the head (zero-shot classification)
     axial: bool = False  # Replace each block by axial attention along rows, then columns (paper D.6)
     stem: ResNetConfig | None = None  # ResNet stem of a hybrid
     init: Literal["google", "timm"] = "google"  # Initialization scheme of the weights
@@ -257,7 +257,7 @@ class ViTConfig(Checked):
             )
         if self.stem and (self.stem.channels != self.channels or self.stem.preactivation):
             raise ValueError(
-                f"a hybrid's stem requires channels={self.channels} and preactivation=False, "
+                f"the stem of a hybrid requires channels={self.channels} and preactivation=False, "
                 f"got channels={self.stem.channels}, preactivation={self.stem.preactivation}"
             )
 
@@ -346,9 +346,9 @@ class ViTConfig(Checked):
 class Preprocess(Checked):
     """Resizing of photos for evaluation; the size, mean and std belong to the model."""
 
-    #: How to resize: squash ignores the aspect, crop takes the short side and a centre crop, squash-crop does both
+    #: How to resize: squash ignores the aspect, crop takes the short side and a center crop, squash-crop does both
     resize: Literal["squash", "crop", "squash-crop"] = "squash"
-    crop: float = 1.0  # Side kept by the centre crop, as a fraction of the resized side
+    crop: float = 1.0  # Side kept by the center crop, as a fraction of the resized side
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"  # Interpolation when resizing
     antialias: bool = True  # Antialias when downsizing (nearest never does, lanczos always)
 

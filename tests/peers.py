@@ -25,7 +25,7 @@ def from_encoder_layer(state: State) -> State:
     return state
 
 
-def normalise(model: Any, images: Tensor) -> Tensor:
+def normalize(model: Any, images: Tensor) -> Tensor:
     """Pixels in [0, 1] by the mean and std of the model's config, computed here."""
     mean, std = (torch.tensor(x, dtype=images.dtype)[:, None, None] for x in (model.config.mean, model.config.std))
     return (images - mean) / std

@@ -32,7 +32,7 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Smooth blobs of colour, which JPEG compresses like a photograph."""
+    """Smooth blobs of color, which JPEG compresses like a photograph."""
     coarse = noise(max(height // 8, 2), max(width // 8, 2), seed)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 

@@ -30,9 +30,9 @@ def linear(x: Array, weights: Weights, name: str) -> Array:
 
 
 def layer_norm(x: Array, weights: Weights, name: str, eps: float = 1e-6) -> Array:
-    centred = x - x.mean(-1, keepdims=True)
+    centered = x - x.mean(-1, keepdims=True)
     return (
-        centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weights[f"{name}.weight"]
+        centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps) * weights[f"{name}.weight"]
         + (weights[f"{name}.bias"])
     )
 
@@ -157,8 +157,8 @@ def max_pool(x: Array, pads: Pads, fill: float) -> Array:
 def group_norm(x: Array, weights: Weights, name: str, eps: float) -> Array:
     B, C, H, W = x.shape
     groups = x.reshape(B, 32, -1)
-    centred = groups - groups.mean(-1, keepdims=True)
-    x = (centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)).reshape(B, C, H, W)
+    centered = groups - groups.mean(-1, keepdims=True)
+    x = (centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)).reshape(B, C, H, W)
     return x * weights[f"{name}.weight"][:, None, None] + weights[f"{name}.bias"][:, None, None]
 
 
@@ -166,13 +166,13 @@ def relu(x: Array) -> Array:
     return np.maximum(x, 0)
 
 
-def standardise_hybrid(kernels: Array) -> Array:
+def standardize_hybrid(kernels: Array) -> Array:
     """Google's vision_transformer: (w - mean) / (std + 1e-5)."""
-    centred = kernels - kernels.mean((1, 2, 3), keepdims=True)
-    return centred / (np.sqrt((centred**2).mean((1, 2, 3), keepdims=True)) + 1e-5)
+    centered = kernels - kernels.mean((1, 2, 3), keepdims=True)
+    return centered / (np.sqrt((centered**2).mean((1, 2, 3), keepdims=True)) + 1e-5)
 
 
-def standardise_bit(kernels: Array) -> Array:
+def standardize_bit(kernels: Array) -> Array:
     """Google's big_transfer: (w - mean) / sqrt(var + 1e-10)."""
-    centred = kernels - kernels.mean((1, 2, 3), keepdims=True)
-    return centred / np.sqrt((centred**2).mean((1, 2, 3), keepdims=True) + 1e-10)
+    centered = kernels - kernels.mean((1, 2, 3), keepdims=True)
+    return centered / np.sqrt((centered**2).mean((1, 2, 3), keepdims=True) + 1e-10)

@@ -142,15 +142,15 @@ def test_a_run_folder_needs_no_data_flag(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("correct", "count", "labelled", "warned"),
+    ("correct", "count", "labeled", "warned"),
     [(6, 40, True, True), (30, 40, True, False), (1, 8, True, False), (0, 40, False, False)],
 )
-def test_a_model_at_chance_level_is_warned_about(correct: int, count: int, labelled: bool, warned: bool) -> None:
+def test_a_model_at_chance_level_is_warned_about(correct: int, count: int, labeled: bool, warned: bool) -> None:
     """Of seven classes; eight images are too few to tell."""
     subject = make_subject(vit(), count)
     predicted = subject.logits.argmax(-1)
     labels = torch.where(torch.arange(count) < correct, predicted, (predicted + 1) % 7)
-    subject.labels = labels if labelled else None
+    subject.labels = labels if labeled else None
     assert len(subject.find_warnings()) == warned
 
 
@@ -245,7 +245,7 @@ def test_rollout_lies_on_the_object_of_a_trained_model_and_not_of_an_untrained_o
     assert scipy.stats.wilcoxon(mass, area, alternative="greater").pvalue < 0.01
     assert mass.mean() > 1.05 * area.mean()
     for seed in range(3):
-        untrained = model.initialise(torch.Generator().manual_seed(seed))
+        untrained = model.initialize(torch.Generator().manual_seed(seed))
         mass, area, _ = rollout_on_object(untrained, source, 200)
         assert scipy.stats.wilcoxon(mass, area, alternative="greater").pvalue > 0.01
         assert mass.mean() == pytest.approx(area.mean(), rel=0.02)

@@ -114,15 +114,15 @@ def test_uniform_attention_has_the_analytic_distance() -> None:
     torch.testing.assert_close(distance, torch.full((model.config.depth, model.config.heads), expected).double())
 
 
-def test_attention_to_the_neighbour_has_distance_of_one_patch() -> None:
+def test_attention_to_the_neighbor_has_distance_of_one_patch() -> None:
     """Each patch looks at the one to its right, those of the last column to their left, and at the class token."""
     model = model_of(registers=1)
     (h, w), prefix, n = model.config.grid, model.config.prefix, model.config.tokens
     attention = torch.zeros(1, model.config.heads, n, n, dtype=torch.float64)
     for y in range(h):
         for x in range(w):
-            neighbour = x + 1 if x + 1 < w else x - 1
-            attention[:, :, prefix + y * w + x, prefix + y * w + neighbour] = 0.75
+            neighbor = x + 1 if x + 1 < w else x - 1
+            attention[:, :, prefix + y * w + x, prefix + y * w + neighbor] = 0.75
             attention[:, :, prefix + y * w + x, 0] = 0.25
     assert layer_distance(model, 0, attention).tolist() == [model.config.patch[1]] * model.config.heads
 

@@ -37,7 +37,7 @@ def test_filters_of_hybrids_and_resnets_are_those_of_the_root(make: Any) -> None
     assert found.tiles.shape == (5, *root.kernel_size, 3)
 
 
-def test_zero_is_grey_in_filter_images() -> None:
+def test_zero_is_gray_in_filter_images() -> None:
     tiles = np.zeros((2, 4, 4, 3))
     tiles[0, 1, 2] = 0.5, -0.25, 0
     images = filters_to_rgb(tiles)

@@ -94,10 +94,10 @@ def test_cells_of_pooled_maps_are_sums_over_patches() -> None:
     patches = trace["block2/attention"][0].mean(0)[1:, 1:].view(15, 3, 5)
     cells = [(slice(y, y + 2), slice(x, x + 2)) for y in (0, 2) for x in (0, 2, 4)]
     sums = torch.stack([patches[:, y, x].sum((1, 2)) for y, x in cells], 1)  # [15, 6]
-    grey, largest = views[2]
+    gray, largest = views[2]
     assert abs(largest[:15] - 1000 * sums.amax(1).numpy()).max() <= 0.51
-    assert abs(grey[:15, :6] - 255 * (sums / sums.amax(1, keepdim=True)).numpy()).max() <= 0.51
-    assert [view.grey.shape for view in views] == [(16, 6 + 1)] * 3 + [(16, 15 + 1)] * 4
+    assert abs(gray[:15, :6] - 255 * (sums / sums.amax(1, keepdim=True)).numpy()).max() <= 0.51
+    assert [view.gray.shape for view in views] == [(16, 6 + 1)] * 3 + [(16, 15 + 1)] * 4
 
 
 # How large it grows ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from sklearn.metrics import precision_recall_fscore_support
 import plainvit
 from plainvit.analyse.evaluation import Evaluation, default_name, evaluate_model
 from plainvit.config import About, Config, Optim, to_json
-from plainvit.data.content import sample_hash
+from plainvit.data.content_hash import sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.evaluate import statistics
@@ -250,8 +250,8 @@ def test_what_may_explain_a_difference_is_a_remark(both: Both, tmp_path: Path) -
     inputs = copy_card(both[1], tmp_path / "inputs", preprocess=preprocess, precision="bf16")
     labels = both[0].result.labels.copy()
     labels[:2] = (labels[:2] + 1) % 10
-    relabelled = copy_rows(both[0], tmp_path / "labels", lambda rows: set_column(rows, "label", labels))
-    rows = compare([both[0].folder, both[0].folder, inputs, relabelled])["cards"]
+    relabeled = copy_rows(both[0], tmp_path / "labels", lambda rows: set_column(rows, "label", labels))
+    rows = compare([both[0].folder, both[0].folder, inputs, relabeled])["cards"]
     assert rows[1]["remarks"] == ["the weights are the same"]
     same = {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0, "only_first": 0, "only_this": 0}
     assert rows[1]["difference"]["top1"] == same

@@ -115,7 +115,7 @@ BAD_RUNS: list[tuple[type[Checked], dict[str, Any], str]] = [
     ),
     (Config, {"objective": "mea"}, "mae"),
     *((Masked, {"ratio": ratio}, "ratio") for ratio in (0.0, 1.0, -0.5, 1.5, math.nan)),
-    (Masked, {"normalise": True}, "normalise"),
+    (Masked, {"normalize": True}, "normalize"),
     (Masked, {"width": 30, "heads": 4}, "masked.heads"),
     (Config, {"track": ("tensorbord",)}, "tensorboard"),
 ]
@@ -165,7 +165,7 @@ def test_json_round_trip(name: str) -> None:
         ({}, "kind"),
         ({"kind": "vit", "witdh": 3}, "width"),
         ({"kind": "resnet"}, "blocks"),
-        ({"kind": "vit", "stem": {"kind": "resnet", "blocks": [3], "colour": 1}}, "colour"),
+        ({"kind": "vit", "stem": {"kind": "resnet", "blocks": [3], "color": 1}}, "color"),
         ({"kind": "vit", "dropout": "much"}, "dropout"),
         ({"kind": "vit", "dropout": 10**400}, "invalid vit config"),
         ({"kind": "vit", "stem": 3}, "invalid vit config"),

@@ -11,11 +11,11 @@ from pictures import encode, photo, plant, real_data
 from PIL import Image
 
 from plainvit.config import Augment
-from plainvit.data import cache, machine
+from plainvit.data import cache, cores_and_memory
 from plainvit.data.cache import Decoded, open_cache
+from plainvit.data.cores_and_memory import available_memory, memory_budget
 from plainvit.data.decode import decode
 from plainvit.data.loader import Loader
-from plainvit.data.machine import available_memory, memory_budget
 from plainvit.data.sources import Source, Subset, open_source
 
 NOTHING = Augment(crop="none", flip=0.0)
@@ -84,7 +84,7 @@ def test_images_that_need_no_decoding_are_not_cached() -> None:
 
 
 def test_shrunk_images_are_close_to_the_originals() -> None:
-    """Real photos of which 192 pixels are kept, as crops of 96 pixels: within two grey levels on average."""
+    """Real photos of which 192 pixels are kept, as crops of 96 pixels: within two gray levels on average."""
     source = open_source(str(real_data() / "imagenet-photos"))
     source = Subset(source, np.array([i for i in range(len(source)) if min(source.extent(i)) > 300][:16]))
     options: dict[str, Any] = {"size": (96, 96), "augment": Augment(area=(0.25, 1.0)), "batch": 4}
@@ -107,7 +107,7 @@ def test_photos_are_stored_upright() -> None:
 
 
 def plant_cgroup(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(machine, "CGROUP", folder)
+    monkeypatch.setattr(cores_and_memory, "CGROUP", folder)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text("900000\n")
     (folder / "memory.stat").write_text("anon 100000\nfile 800000\ninactive_file 700000\n")

@@ -124,7 +124,7 @@ def mixed(tmp_path: Path) -> Path:
         "a/large.png": encode(photo(150, 120, 3)),
         "b/small.png": encode(photo(50, 50, 4)),
         "b/turned.jpg": jpeg(5, 60, 200, exif=exif),
-        "b/grey.jpg": encode(photo(30, 30, 6).convert("L"), "JPEG"),
+        "b/gray.jpg": encode(photo(30, 30, 6).convert("L"), "JPEG"),
         "b/bad.jpg": b"<html>",
     }
     files = {f"train/{name}": data for name, data in train.items()} | {"val/b/one.jpg": jpeg(7, 90, 100)}
@@ -144,7 +144,7 @@ def test_pack_shrinks_images_and_keeps_labels(mixed: Path, tmp_path: Path, capsy
     shapes = [made.image(i).shape[:2] for i in range(6)]
     assert shapes == [(64, 96), (80, 64), (40, 60), (30, 30), (50, 50), (200, 60)]
     assert made.read(2) == (mixed / "train/a/small.jpg").read_bytes()
-    assert made.read(3) == (mixed / "train/b/grey.jpg").read_bytes()
+    assert made.read(3) == (mixed / "train/b/gray.jpg").read_bytes()
     with Image.open(io.BytesIO(made.read(5))) as turned:
         assert (turned.size, turned.getexif().get(0x0112, 1)) == ((60, 200), 1)
     found = report(capsys, "data", "info", tmp_path / "out")

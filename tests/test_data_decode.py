@@ -157,20 +157,20 @@ def test_scaled_decoding_is_close_to_full_decoding(side: int) -> None:
 
 # Kinds of pixels ------------------------------------------------------------------------------------------------------
 
-COLOURS = photo(20, 30, seed=5)
+COLORS = photo(20, 30, seed=5)
 
 
 def test_cmyk() -> None:
     for form in ("JPEG", "TIFF"):
-        data = encode(COLOURS.convert("CMYK"), form)
+        data = encode(COLORS.convert("CMYK"), form)
         assert np.array_equal(decode(data), by_pillow(data))
-        assert np.abs(decode(data).astype(int) - np.array(COLOURS)).mean() < 6  # not inverted, not CMY as RGB
+        assert np.abs(decode(data).astype(int) - np.array(COLORS)).mean() < 6  # not inverted, not CMY as RGB
 
 
 @pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "WEBP", "PPM", "GIF"])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_lossless_formats_round_trip(form: str, mode: str) -> None:
-    image = COLOURS.convert(mode) if form != "GIF" else COLOURS.quantize(64)
+    image = COLORS.convert(mode) if form != "GIF" else COLORS.quantize(64)
     options = {"lossless": True} if form == "WEBP" else {}
     data = encode(image, form, **options)
     assert np.array_equal(decode(data), np.array(image.convert("RGB")))
@@ -206,12 +206,12 @@ def test_transparency_is_composed_on_white(form: str) -> None:
     assert np.array_equal(found[8:16], rgba[8:16, :, :3])
     assert np.abs(found - on_white(rgba)).max() <= 1
     rgba[..., 1] = rgba[..., 2] = rgba[..., 0]
-    grey = decode(encode(Image.fromarray(rgba).convert("LA"), "PNG"))
-    assert np.abs(grey - on_white(rgba)).max() <= 1
+    gray = decode(encode(Image.fromarray(rgba).convert("LA"), "PNG"))
+    assert np.abs(gray - on_white(rgba)).max() <= 1
 
 
 def palette_image() -> tuple[Image.Image, np.ndarray]:
-    """A palette of four colours, and its indices."""
+    """A palette of four colors, and its indices."""
     indices = np.arange(64, dtype=np.uint8).reshape(8, 8) % 4
     image = Image.fromarray(indices).convert("P")
     image.putdata(indices.ravel())
@@ -237,7 +237,7 @@ def test_palettes_with_and_without_transparency() -> None:
 
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "TIFF"])
 def test_the_first_frame_of_an_animation_is_used(form: str) -> None:
-    frames = [Image.new("RGB", (16, 12), colour) for colour in ("red", "lime", "blue")]
+    frames = [Image.new("RGB", (16, 12), color) for color in ("red", "lime", "blue")]
     options = {"lossless": True} if form == "WEBP" else {}
     data = encode(frames[0], form, save_all=True, append_images=frames[1:], **options)
     with Image.open(io.BytesIO(data)) as image:
@@ -336,7 +336,7 @@ def test_thin_images_are_decoded(form: str, shape: tuple[int, int]) -> None:
 
 def test_a_size_is_read_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """'From its header alone': no pixel is loaded, whatever the format."""
-    made = {form: encode(COLOURS, form) for form in CLAIMS}
+    made = {form: encode(COLORS, form) for form in CLAIMS}
     loaded: list[str] = []
     original = Image.Image.load
     monkeypatch.setattr(Image.Image, "load", lambda self: loaded.append(str(self.format)) or original(self))

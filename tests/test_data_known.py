@@ -112,12 +112,12 @@ def test_other_class_names_are_unchanged(classes: tuple[str, ...]) -> None:
 
 def test_digits_equal_those_of_scikit_learn() -> None:
     reference = load_digits()
-    grey = np.round(reference.images * 255 / 16).astype(np.uint8)
+    gray = np.round(reference.images * 255 / 16).astype(np.uint8)
     numbers = np.arange(1797)
     for split, chosen in (("train", numbers % 5 != 0), ("test", numbers % 5 == 0)):
         source = open_source("digits", split)
         found = np.stack([source.image(i) for i in range(len(source))])
-        assert np.array_equal(found, np.repeat(grey[chosen][..., None], 3, -1))
+        assert np.array_equal(found, np.repeat(gray[chosen][..., None], 3, -1))
         assert np.array_equal(source.labels, reference.target[chosen])
         assert source.classes == tuple("0123456789")
 
@@ -171,7 +171,7 @@ def test_shapes_do_not_depend_on_the_count_and_differ_between_splits() -> None:
 
 
 def test_masks_have_the_stated_position_and_area() -> None:
-    """Its pixels are within reach of the centre, its area is the shape's, and circles are filled to their radius."""
+    """Its pixels are within reach of the center, its area is the shape's, and circles are filled to their radius."""
     source = generated.shapes("train", "size=96,count=60")
     rows, columns = np.mgrid[:96, :96] + 0.5
     for index in range(60):

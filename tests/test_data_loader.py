@@ -33,7 +33,7 @@ from plainvit.data.workers import default_workers, inference_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # torch counts the cores
 LEVEL = 1 / 255 + 1e-5
-EVERYTHING = Augment(randaugment=(2, 12), three_augment=True, colour=0.3, erase=0.4)
+EVERYTHING = Augment(randaugment=(2, 12), three_augment=True, color=0.3, erase=0.4)
 Stream = list[Batch]
 
 
@@ -132,7 +132,7 @@ def test_stream_does_not_depend_on_start_workers_or_processes(
         assert_same(found, stream(photos, mode=mode, augment=augment)[start:])
 
 
-@pytest.mark.parametrize("augment", [Augment(erase=0.3, colour=0.2), Augment(crop="pad", randaugment=(2, 10))])
+@pytest.mark.parametrize("augment", [Augment(erase=0.3, color=0.2), Augment(crop="pad", randaugment=(2, 10))])
 @pytest.mark.parametrize(("start", "world"), [(0, 1), (1, 1), (2, 2), (4, 1)])
 def test_making_several_steps_at_once_gives_the_same_batches(
     photos: Source, monkeypatch: pytest.MonkeyPatch, augment: Augment, start: int, world: int
@@ -303,29 +303,29 @@ def difference(source: Source, augment: Augment, side: int, steps: int = 4) -> T
 
 @pytest.mark.parametrize(
     "augment",
-    [Augment(), Augment(crop="inception-tf"), Augment(erase=0.5), Augment(colour=0.4)],
+    [Augment(), Augment(crop="inception-tf"), Augment(erase=0.5), Augment(color=0.4)],
     ids=["torchvision", "tensorflow", "erasing", "color"],
 )
 def test_resident_crops_equal_streamed_ones(augment: Augment) -> None:
-    """Crops are enlarged to 64 pixels, so both are bilinear; streamed ones are rounded to grey levels.
+    """Crops are enlarged to 64 pixels, so both are bilinear; streamed ones are rounded to gray levels.
 
     Brightness, contrast and saturation may each enlarge the rounding by 1.4. Crops that are reduced differ by a level
     on average.
     """
     source = open_source("shapes:size=64,count=40")
-    assert difference(source, augment, 64, 2).max() <= (1 + augment.colour) ** 3 * LEVEL
+    assert difference(source, augment, 64, 2).max() <= (1 + augment.color) ** 3 * LEVEL
     assert difference(source, Augment(crop="random", resize=80), 64, 2).mean() <= LEVEL
 
 
 @pytest.mark.parametrize(
     "augment",
-    [Augment(crop="pad"), Augment(crop="none"), Augment(crop="pad", pad=9, colour=0.4, erase=0.5)],
-    ids=["pad", "none", "colour"],
+    [Augment(crop="pad"), Augment(crop="none"), Augment(crop="pad", pad=9, color=0.4, erase=0.5)],
+    ids=["pad", "none", "color"],
 )
 def test_crops_without_resizing_are_equal_in_both_modes(augment: Augment) -> None:
     source = open_source("shapes:size=64,count=40")
     assert difference(source, augment, 64, 2).max() == 0
-    if not augment.colour:
+    if not augment.color:
         batches = [stream(source, stop=1, side=64, augment=augment, mode=mode)[0] for mode in ("streamed", "resident")]
         assert all(batch.images.dtype is torch.uint8 for batch in batches)
 
@@ -354,7 +354,7 @@ def test_padding_of_resident_images_is_never_visible() -> None:
 
 @pytest.mark.parametrize(("out", "pad"), [((64, 64), 9), ((24, 50), 0), ((224, 160), 9)])
 def test_boxes_are_resized_as_torchvision_resizes_a_crop(out: tuple[int, int], pad: int) -> None:
-    """Smaller and larger, within 0.01 grey levels; a padded box reaches into zeros around the image."""
+    """Smaller and larger, within 0.01 gray levels; a padded box reaches into zeros around the image."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (4, 3, 120, 200), dtype=torch.uint8, generator=generator)
     boxes = [[-pad, -pad, 120, 200], [10, 20, 50, 33], [3, 5 + pad, 117, 195], [100 - pad, 0, 20 + pad, 200]]
@@ -460,7 +460,7 @@ def test_a_bad_image_is_replaced_and_reported_once(
 
 @pytest.mark.parametrize("flaw", mostly_slow(["cut in the pixels", "html"], 2))
 def test_replacements_do_not_depend_on_workers_or_processes(tmp_path: Path, flaw: str) -> None:
-    """Neighbours that are bad too, and the last image, whose next is the first."""
+    """Neighbors that are bad too, and the last image, whose next is the first."""
     source = flawed_set(tmp_path, 500, {20: FLAWS[flaw], 21: FLAWS[flaw], 499: FLAWS[flaw]})
     options = {"stop": 6, "batch": 100, "side": 8, "augment": Augment()}
     expected = stream(source, **options)
@@ -520,7 +520,7 @@ def messy(tmp_path: Path) -> Path:
             "猫/same too.png": png(3),
             "猫/notes.txt": b"what the photos show",
             "猫/cut.jpg": whole[: len(whole) // 2],
-            "猫/grey 🎉.png": encode(photo(20, 20, 4).convert("L"), "PNG"),
+            "猫/gray 🎉.png": encode(photo(20, 20, 4).convert("L"), "PNG"),
             "Füchse & Co/not an image.jpg": b"<html>404</html>",
             **{f"Füchse & Co/{i}.webp": encode(photo(20, 30, 10 + i), "WEBP") for i in range(4)},
         },

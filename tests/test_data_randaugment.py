@@ -60,10 +60,10 @@ def pictures(kind: str) -> Tensor:
         flat = [np.full((24, 24, 3), level, np.uint8) for level in (0, 1, 127, 128, 254, 255)]
         pairs = enumerate([(0, 255), (7, 9), (254, 255)])
         two = [np.where(noise(24, 24, i) < 40 * i + 20, np.uint8(a), np.uint8(b)) for i, (a, b) in pairs]
-        grey = np.repeat(noise(24, 24)[..., :1], 3, 2)
+        gray = np.repeat(noise(24, 24)[..., :1], 3, 2)
         one = np.zeros((24, 24, 3), np.uint8)
         one[3, 4] = 200
-        return stacked([*flat, *two, grey, one, noise(24, 24)])
+        return stacked([*flat, *two, gray, one, noise(24, 24)])
     if kind == "digits":
         return stacked([open_source("digits").image(i) for i in range(12)])
     if kind == "photos":
@@ -141,7 +141,7 @@ def three(kind: int, amount: float | Tensor, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["digits", "extreme", "tiny", "wide", "photos"])
-def test_grey_and_solarized_equal_torchvision(kind: str) -> None:
+def test_gray_and_solarized_equal_torchvision(kind: str) -> None:
     images = pictures(kind)
     for image, result in zip(images, three_augment(images, three(0, 0.5, len(images))), strict=True):
         assert torch.equal(result, VF.rgb_to_grayscale(image, 3))
@@ -193,8 +193,8 @@ def shapes() -> Source:
 
 @pytest.mark.parametrize("mode", ["streamed", "resident"])
 def test_augmentations_are_applied_in_the_documented_order(shapes: Source, mode: str) -> None:
-    """Crop, flip, randaugment, colours, holes: made again from the parts that other tests hold to torchvision."""
-    augment = BOTH.replace(crop="pad", colour=0.4, erase=0.5)
+    """Crop, flip, randaugment, colors, holes: made again from the parts that other tests hold to torchvision."""
+    augment = BOTH.replace(crop="pad", color=0.4, erase=0.5)
     found = loaded(shapes, augment, batch=48, mode=mode)
     loader = Loader(shapes, batch=48, size=(32, 32), augment=augment, seed=3, workers=0, mode="streamed")
     index = loader.order.sample(np.arange(48))
@@ -213,7 +213,7 @@ def test_augmentations_are_applied_in_the_documented_order(shapes: Source, mode:
 
 def test_a_policy_never_synchronizes() -> None:
     """The meta device has no values: whoever asked for one, to choose or to count, would wait for a GPU."""
-    augment = BOTH.replace(colour=0.3, erase=0.3)
+    augment = BOTH.replace(color=0.3, erase=0.3)
     images, u = torch.empty((56, 3, 32, 32), dtype=torch.uint8, device="meta"), draws(56)
     found = RandAugment(augment, (32, 32), "meta")(images, u)
     assert (found.shape, found.dtype, found.device.type) == (images.shape, torch.uint8, "meta")

@@ -11,7 +11,7 @@ from shell import Capture, run
 
 from plainvit.config import Config
 from plainvit.data import tables
-from plainvit.data.content import content_numbers
+from plainvit.data.content_hash import content_numbers
 from plainvit.data.decode import DataError
 from plainvit.data.pack import pack
 from plainvit.data.sources import Source, open_source

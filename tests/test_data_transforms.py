@@ -1,4 +1,4 @@
-"""Crops, flips, colours and mixing: against torchvision, timm and Pillow, and TensorFlow's sampling rewritten."""
+"""Crops, flips, colors and mixing: against torchvision, timm and Pillow, and TensorFlow's sampling rewritten."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ from plainvit.data.order import uniforms
 from plainvit.data.transforms import DRAWS, TRIES, augment_batch, crop_and_resize, crop_boxes, preprocess_image
 
 RARE = 1e-3  # of a p-value; every draw is seeded, so a test passes always or never
-FLIP, COLOURS, HOLES = 4 * TRIES, slice(4 * TRIES + 1, 4 * TRIES + 4), slice(4 * TRIES + 4, 4 * TRIES + 9)
+FLIP, COLORS, HOLES = 4 * TRIES, slice(4 * TRIES + 1, 4 * TRIES + 4), slice(4 * TRIES + 4, 4 * TRIES + 9)
 PAPER = Augment()
 TENSORFLOW = Augment(crop="inception-tf")
 
@@ -156,7 +156,7 @@ CUTS = [
 
 @pytest.mark.parametrize(("place", "out"), zip(CUTS, [(24, 24), (48, 16), (64, 100)] * 2 + [(24, 24)], strict=True))
 def test_a_cut_equals_crop_and_resize(place: tuple[int, int, int, int], out: tuple[int, int]) -> None:
-    """Compared with torchvision on floats, within one grey level."""
+    """Compared with torchvision on floats, within one gray level."""
     top, left, height, width = place
     found = crop_and_resize(PICTURE, box(*place), out, (90, 120))
     assert found.dtype is torch.uint8
@@ -191,7 +191,7 @@ def test_padding_of_a_large_jpeg_is_in_full_pixels(offset: tuple[int, int]) -> N
 
 
 def test_crops_of_a_scaled_jpeg_have_the_right_position() -> None:
-    """Ramps along both axes: a crop's mean says where its centre was, to a quarter of a pixel of the result."""
+    """Ramps along both axes: a crop's mean says where its center was, to a quarter of a pixel of the result."""
     ramp = np.linspace(0, 255, 1024)
     pixels = np.zeros((1024, 1024, 3))
     pixels[..., 0], pixels[..., 1] = ramp[None, :], ramp[:, None]
@@ -238,7 +238,7 @@ def fraction_within(found: Tensor, expected: Tensor, levels: int) -> float:
 @pytest.mark.parametrize(("shape", "crop"), zip(SHAPES, [0.875, 0.9, 1.0] * 3, strict=True))
 @pytest.mark.parametrize("interpolation", KINDS)
 def test_crop_equals_torchvision(shape: tuple[int, int], crop: float, interpolation: str) -> None:
-    """All pixels within a grey level, and 99 % of them equal."""
+    """All pixels within a gray level, and 99 % of them equal."""
     image = as_tensor(np.array(photo(*shape, seed=4)))
     steps = [v2.Resize(int(96 / crop + 1e-6), KINDS[interpolation], antialias=True), v2.CenterCrop(96)]
     expected = v2.Compose(steps)(image)
@@ -281,7 +281,7 @@ def test_a_large_jpeg_is_resized_like_its_pixels(interpolation: str, antialias: 
 
 @pytest.mark.parametrize(("interpolation", "antialias"), [one for one in SETTINGS if one != ("bicubic", False)])
 @pytest.mark.parametrize("shape", [(3, 400), (400, 3)])
-def test_only_the_centre_of_a_very_long_image_is_resized(
+def test_only_the_center_of_a_very_long_image_is_resized(
     interpolation: str, antialias: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pixels = noise(*shape) // 4 + 96  # nothing is clipped between passes
@@ -293,7 +293,7 @@ def test_only_the_centre_of_a_very_long_image_is_resized(
     assert (found.int() - expected[:, top : top + 48, left : left + 48].int()).abs().max() <= 1
 
 
-# Flips, colours, holes ------------------------------------------------------------------------------------------------
+# Flips, colors, holes ------------------------------------------------------------------------------------------------
 
 
 def batch(count: int, side: int = 16, seed: int = 0) -> Tensor:
@@ -309,36 +309,36 @@ def test_flips_are_exact_and_where_a_uniform_is_below_the_probability() -> None:
             assert torch.equal(result, VF.horizontal_flip(image) if number < flip else image)
 
 
-@pytest.mark.parametrize("colour", [0.1, 0.4, 0.9])
-def test_color_jitter_equals_torchvision(colour: float) -> None:
-    """The same factors in the same order; torchvision's grey weighs red by 0.2989 and ours by 0.299."""
+@pytest.mark.parametrize("color", [0.1, 0.4, 0.9])
+def test_color_jitter_equals_torchvision(color: float) -> None:
+    """The same factors in the same order; torchvision's gray weighs red by 0.2989 and ours by 0.299."""
     images, u = batch(32), draws(32)
-    found = augment_batch(images, u, Augment(flip=0, colour=colour))
-    factors = 1 + (2 * u[:, COLOURS] - 1) * colour
+    found = augment_batch(images, u, Augment(flip=0, color=color))
+    factors = 1 + (2 * u[:, COLORS] - 1) * color
     assert factors.min() < 1 < factors.max()
     for image, result, (brightness, contrast, saturation) in zip(images, found, factors.tolist(), strict=True):
         expected = VF.adjust_brightness(image.float() / 255, brightness)
         expected = VF.adjust_saturation(VF.adjust_contrast(expected, contrast), saturation)
-        assert (result - expected).abs().max() < 2.5e-4 * colour
+        assert (result - expected).abs().max() < 2.5e-4 * color
 
 
 def draw_holes(probability: float, count: int, side: int, floats: bool) -> Tensor:
-    """Where images without grey in them are grey after erasing: [B, H, W]."""
+    """Where images without gray in them are gray after erasing: [B, H, W]."""
     images = torch.zeros(count, 3, side, side, dtype=torch.float32 if floats else torch.uint8)
     found = augment_batch(images, draws(count), Augment(flip=0, erase=probability))
-    grey = 0.5 if floats else 128
-    assert ((found == 0) | (found == grey)).all()
+    gray = 0.5 if floats else 128
+    assert ((found == 0) | (found == gray)).all()
     assert (found == found[:, :1]).all()
-    return found[:, 0] == grey
+    return found[:, 0] == gray
 
 
 @pytest.mark.parametrize("floats", [False, True])
 def test_erased_areas_have_the_stated_probability_area_and_aspect(floats: bool) -> None:
     erased = draw_holes(0.6, 4000, 24, floats).flatten(1).any(1)
     assert binomtest(int(erased.sum()), 4000, 0.6).pvalue > RARE
-    grey = draw_holes(1.0, 800, 96, floats)
-    rows, columns = grey.any(2).sum(1).double(), grey.any(1).sum(1).double()
-    assert torch.equal(grey.sum((1, 2)).double(), rows * columns)  # filled: a rectangle
+    gray = draw_holes(1.0, 800, 96, floats)
+    rows, columns = gray.any(2).sum(1).double(), gray.any(1).sum(1).double()
+    assert torch.equal(gray.sum((1, 2)).double(), rows * columns)  # filled: a rectangle
     area = (rows * columns / 96**2).numpy()
     assert area.min() > 0.015
     assert area.max() < 0.345
@@ -353,7 +353,7 @@ def test_erased_areas_have_the_stated_probability_area_and_aspect(floats: bool) 
 
 
 def pairs(count: int = 8, side: int = 16, classes: int = 10) -> tuple[Tensor, Tensor]:
-    """Random images as floats, and one-hot targets of which no two neighbours are alike."""
+    """Random images as floats, and one-hot targets of which no two neighbors are alike."""
     images = batch(count, side).float() / 255
     return images, F.one_hot(torch.arange(count) % classes, classes).float()
 
@@ -406,7 +406,7 @@ def test_cutmix_area_equals_the_label_weight() -> None:
 
 
 def test_mixup_weights_are_beta_distributed() -> None:
-    """The larger of b and 1 - b, since neighbours take it in turns; against scipy's beta."""
+    """The larger of b and 1 - b, since neighbors take it in turns; against scipy's beta."""
     images, targets = pairs(2, 1, 2)
     for alpha in (0.2, 0.8, 1.0):
         weights = [own_weight(targets, mix(images, targets, Augment(mixup=alpha), 1, step)[1]) for step in range(600)]

@@ -167,17 +167,17 @@ def read_digits(split: str) -> tuple[Tensor, Tensor]:
 def train_on_digits(change: Callable[[ViT], ViT], steps: int = 150) -> tuple[ViT, float]:
     """A small ViT after some steps on digits, and its loss on the test images."""
     torch.manual_seed(0)
-    model = build(MODEL).initialise(torch.Generator().manual_seed(0))
+    model = build(MODEL).initialize(torch.Generator().manual_seed(0))
     assert isinstance(model, ViT)
     change(model)
     images, labels = read_digits("train")
-    optimiser = torch.optim.AdamW(model.parameters(), fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 1e-2, total_steps=steps)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
     for _ in range(steps):
         some = torch.randint(len(images), (64,))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[some]), labels[some]).backward()  # pyright: ignore
-        optimiser.step()
+        optimizer.step()
         schedule.step()
     images, labels = read_digits("test")
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_without_fp8_support_the_plain_model_runs_after_one_warning(
     monkeypatch.setattr(inference, "list_choices", lambda _: (PLAIN,))  # nothing is compiled
     model, images = tiny.vit(torch.float32), tiny.images(dtype=torch.float32)
     plainvit.save(model, tmp_path / "m.safetensors")
-    fast = plainvit.load(tmp_path / "m.safetensors", optimise="fp8")
+    fast = plainvit.load(tmp_path / "m.safetensors", optimize="fp8")
     caplog.clear()
     with torch.no_grad():
         torch.testing.assert_close(fast(images), model(images), rtol=1e-5, atol=1e-5)
@@ -237,9 +237,9 @@ def test_fp8_is_tried_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert InferenceModel(model, fp8=True)._extra_choices() == FP8
 
 
-def test_unknown_optimise_is_an_error() -> None:
+def test_unknown_optimize_is_an_error() -> None:
     with pytest.raises(ValueError, match="fp4"):
-        plainvit.load("m.safetensors", optimise="fp4")  # pyright: ignore
+        plainvit.load("m.safetensors", optimize="fp4")  # pyright: ignore
 
 
 def test_inaccurate_fp8_choice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

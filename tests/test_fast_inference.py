@@ -76,7 +76,7 @@ def test_choices_are_measured_outside_of_autocast(monkeypatch: pytest.MonkeyPatc
 
 def test_inference_model_cannot_be_trained() -> None:
     fast = InferenceModel(tiny.vit(torch.float32))
-    with pytest.raises(ValueError, match="optimise=True"):
+    with pytest.raises(ValueError, match="optimize=True"):
         fast.train()
     assert not fast.eval().training
 
@@ -102,7 +102,7 @@ def test_moving_the_model_measures_again() -> None:
 def test_load_and_predictor_return_it(tmp_path: Path) -> None:
     model = tiny.vit(torch.float32)
     plainvit.save(model, tmp_path / "m.safetensors")
-    fast = plainvit.load(tmp_path / "m.safetensors", optimise=True)
+    fast = plainvit.load(tmp_path / "m.safetensors", optimize=True)
     images = tiny.images(dtype=torch.float32)
     ours, plain = Predictor(fast, device="cpu").logits(images), Predictor(model, device="cpu").logits(images)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)

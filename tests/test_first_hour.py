@@ -43,7 +43,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def save_weights(model: Any, folder: Path) -> str:
     path = folder / "weights.safetensors"
-    plainvit.save(build(model).initialise(torch.Generator().manual_seed(0)), path)
+    plainvit.save(build(model).initialize(torch.Generator().manual_seed(0)), path)
     return str(path)
 
 

@@ -1,7 +1,7 @@
 """Initial weights: each tensor's distribution, by Kolmogorov-Smirnov tests at fixed seeds.
 
 References: the distributions of the paper's code for `google` (JAX's definitions through scipy.stats), and models that
-timm itself initialised for `timm`. A wrong scale of a few per cent shows in all but the smallest tensors.
+timm itself initialized for `timm`. A wrong scale of a few per cent shows in all but the smallest tensors.
 """
 
 import re

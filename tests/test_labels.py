@@ -357,7 +357,7 @@ def test_other_errors_are_not_called_permuted(top1: float, classes: int, count: 
 
 
 def test_evaluate_warns_of_permuted_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model that is right about four shades of grey, evaluated on renamed folders."""
+    """A model that is right about four shades of gray, evaluated on renamed folders."""
     names, renamed = ("black", "dark", "light", "white"), ("dark", "light", "white", "black")
     images = [np.full((16, 16, 3), 80 * at, np.uint8) for at in range(4)]
     predictor = Predictor(save_model(tmp_path / "model.safetensors", names, classes=4), device="cpu")

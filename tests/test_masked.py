@@ -110,8 +110,8 @@ def test_masks_of_held_out_images_depend_on_the_image_alone() -> None:
 
 
 def cells_by_numpy(image: np.ndarray, patch: int, cells: int) -> np.ndarray:
-    """The 512-way colours [n, cells^2] of an image [3, H, W] in bytes, one cell after the other."""
-    side, colours = patch // cells, []
+    """The 512-way colors [n, cells^2] of an image [3, H, W] in bytes, one cell after the other."""
+    side, colors = patch // cells, []
     for top in range(0, image.shape[1], patch):
         for left in range(0, image.shape[2], patch):
             one = []
@@ -120,31 +120,31 @@ def cells_by_numpy(image: np.ndarray, patch: int, cells: int) -> np.ndarray:
                     mean = image[:, y : y + side, x : x + side].astype(np.float64).mean((1, 2))
                     red, green, blue = (int(value) >> 5 for value in mean)  # the three highest of eight bits
                     one.append(red * 64 + green * 8 + blue)
-            colours.append(one)
-    return np.array(colours)
+            colors.append(one)
+    return np.array(colors)
 
 
-@pytest.mark.parametrize(("target", "cells"), [("colour", 1), ("colours16", 4)])
-def test_colours_equal_numpy(target: Any, cells: int) -> None:
+@pytest.mark.parametrize(("target", "cells"), [("color", 1), ("colors16", 4)])
+def test_colors_equal_numpy(target: Any, cells: int) -> None:
     net, images = objective(masked=Masked(target=target)), photos(4)
     places = torch.arange(15).flip(0).expand(4, -1)
     wanted = np.stack([cells_by_numpy(image, 8, cells) for image in images.numpy()])[:, ::-1]
-    assert np.array_equal(net.colours(images, places).numpy(), wanted)
+    assert np.array_equal(net.colors(images, places).numpy(), wanted)
     assert wanted.max() == 511
-    assert np.array_equal(net.colours(images.double() / 255, places)[:2].numpy(), wanted[:2])  # white and black
-    assert np.mean(net.colours(images.float() / 255, places).numpy() == wanted) > 0.99  # but for ties of rounding
+    assert np.array_equal(net.colors(images.double() / 255, places)[:2].numpy(), wanted[:2])  # white and black
+    assert np.mean(net.colors(images.float() / 255, places).numpy() == wanted) > 0.99  # but for ties of rounding
 
 
-@pytest.mark.parametrize("normalise", [False, True])
-def test_pixels_equal_numpy(normalise: bool) -> None:
-    net = objective("mae", PIXELS.replace(normalise=normalise), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+@pytest.mark.parametrize("normalize", [False, True])
+def test_pixels_equal_numpy(normalize: bool) -> None:
+    net = objective("mae", PIXELS.replace(normalize=normalize), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
     images, places = tiny.images(2), torch.tensor([[14, 0, 6], [3, 2, 1]])
     x = (images.numpy() - np.reshape((0.4, 0.5, 0.6), (3, 1, 1))) / np.reshape((0.2, 0.3, 0.4), (3, 1, 1))
     for row, targets in zip(range(2), net.pixels(images, places).numpy(), strict=True):
         for place, one in zip(places[row].tolist(), targets, strict=True):
             top, left = place // 5 * 8, place % 5 * 8
             wanted = x[row, :, top : top + 8, left : left + 8]
-            if normalise:
+            if normalize:
                 wanted = (wanted - wanted.mean()) / np.sqrt(wanted.var(ddof=1) + 1e-6)
             assert np.abs(one.reshape(3, 8, 8) - wanted).max() < 1e-12
 
@@ -153,7 +153,7 @@ def answers_for_all(net: PredictPatches, images: Tensor, source: Tensor) -> Tens
     """The linear decoder on every token of a corrupted image, by hand."""
     model = net.model
     assert net.mask is not None
-    x = model.embed_patches(patchify(model.normalise(images).to(model.embedding.weight.dtype), model.config.patch))
+    x = model.embed_patches(patchify(model.normalize(images).to(model.embedding.weight.dtype), model.config.patch))
     rows = [
         torch.stack([net.mask[0] if s < 0 else one[s] for s in places]) for one, places in zip(x, source, strict=True)
     ]
@@ -163,7 +163,7 @@ def answers_for_all(net: PredictPatches, images: Tensor, source: Tensor) -> Tens
     return net.decoder(model.norm(x)[:, 1:])
 
 
-@pytest.mark.parametrize("target", ["colour", "colours16", "pixels"])
+@pytest.mark.parametrize("target", ["color", "colors16", "pixels"])
 def test_paper_loss_counts_corrupted_patches_only(target: Any) -> None:
     net = objective("masked", Masked(target=target))
     images = photos(3) if target != "pixels" else tiny.images(3)
@@ -175,7 +175,7 @@ def test_paper_loss_counts_corrupted_patches_only(target: Any) -> None:
         wanted = patchify((images - 0.5) / 0.5, (8, 8)).numpy()
         errors = ((answers - wanted) ** 2).mean(2)
     else:
-        cells = 1 if target == "colour" else 4
+        cells = 1 if target == "color" else 4
         wanted = np.stack([cells_by_numpy(image, 8, cells) for image in images.numpy()])
         logits = answers.reshape(*wanted.shape, 512)
         top = logits.max(-1, keepdims=True)
@@ -248,11 +248,11 @@ def test_every_trained_parameter_has_a_gradient(name: Any, settings: dict[str, A
 # transformers ---------------------------------------------------------------------------------------------------------
 
 
-def peer(normalise: bool) -> Any:
+def peer(normalize: bool) -> Any:
     shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
     shape |= {"image_size": 32, "patch_size": 8, "decoder_hidden_size": 32, "decoder_num_hidden_layers": 2}
     shape |= {"decoder_num_attention_heads": 4, "decoder_intermediate_size": 128}
-    config = transformers.ViTMAEConfig(**shape, mask_ratio=0.75, norm_pix_loss=normalise)
+    config = transformers.ViTMAEConfig(**shape, mask_ratio=0.75, norm_pix_loss=normalize)
     model = transformers.ViTMAEForPreTraining(config).double().eval()
     scramble(model)
     return model
@@ -286,13 +286,13 @@ def from_peer(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-@pytest.mark.parametrize("normalise", [False, True])
-def test_mae_equals_transformers(normalise: bool) -> None:
-    theirs = peer(normalise)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_mae_equals_transformers(normalize: bool) -> None:
+    theirs = peer(normalize)
     shape = {"width": 48, "depth": 2, "heads": 4, "mlp_dim": 96, "mean": (0.0,), "std": (1.0,)}
     model = plainvit.create("ViT-Ti/8", 0, 32, numerics="transformers", dtype=torch.float64, **shape)
     assert isinstance(model, ViT)
-    masked = Masked(ratio=0.75, target="pixels", normalise=normalise, depth=2, width=32, heads=4)
+    masked = Masked(ratio=0.75, target="pixels", normalize=normalize, depth=2, width=32, heads=4)
     net = PredictPatches(model, Config(objective="mae", masked=masked)).double().eval()
     net.load_state_dict(from_peer(theirs.state_dict()))
     images, noise = tiny.images(3, (32, 32)), torch.rand(3, 16, generator=torch.Generator().manual_seed(1))
@@ -315,9 +315,9 @@ def test_mae_equals_transformers(normalise: bool) -> None:
             assert (actual - gradient).abs().max() < 1e-9, name
 
 
-def test_decoder_is_initialised_as_published() -> None:
+def test_decoder_is_initialized_as_published() -> None:
     net = MaskedViT(tiny.vit(torch.float32, classes=0), "mae", PIXELS.replace(width=128, heads=4))
-    net.initialise(torch.Generator().manual_seed(0))
+    net.initialize(torch.Generator().manual_seed(0))
     assert isinstance(net.decoder, Decoder)
     assert net.decoder.mask_token.std().item() == pytest.approx(0.02, rel=0.2)
     assert net.decoder.prediction.weight.std().item() == pytest.approx(math.sqrt(2 / (128 + 192)), rel=0.05)
@@ -340,16 +340,16 @@ def test_compiled_predictions_are_equal(name: Any) -> None:
 
 
 def test_figure_of_a_perfect_prediction_is_the_image() -> None:
-    """Answers that are the targets themselves paint what was there; colours the middle of their range."""
+    """Answers that are the targets themselves paint what was there; colors the middle of their range."""
     images, places = photos(3), torch.tensor([[0, 7], [1, 2], [14, 3]])
-    for masked in (PIXELS, PIXELS.replace(normalise=True)):
+    for masked in (PIXELS, PIXELS.replace(normalize=True)):
         net = objective("mae", masked, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
         painted = net.to_pixels(net.pixels(images, places), images, places)
         wanted = patchify(images.double() / 255, (8, 8)).gather(1, places.unsqueeze(2).expand(-1, -1, 192))
         assert (painted - wanted).abs().max() < 1e-6
-    for target, cells in (("colour", 1), ("colours16", 4)):
+    for target, cells in (("color", 1), ("colors16", 4)):
         net = objective("masked", Masked(target=target))
-        answers = torch.nn.functional.one_hot(net.colours(images, places), 512).flatten(2).float()
+        answers = torch.nn.functional.one_hot(net.colors(images, places), 512).flatten(2).float()
         painted = net.to_pixels(answers, images, places).view(3, 2, 3, cells, 8 // cells, cells, 8 // cells)
         mean = (images.double() / 255).view(3, 3, 3, 8, 5, 8).permute(0, 2, 4, 1, 3, 5).reshape(3, 15, 3, 8, 8)
         mean = torch.stack([one[rows] for one, rows in zip(mean, places, strict=True)]).view_as(painted)
@@ -367,7 +367,7 @@ PLAIN = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(8, 8), image_si
         (PLAIN.replace(image_size=(8, 8)), "masked", Masked(), "ratio.*1 x 1"),
         (PLAIN.replace(image_size=(8, 16)), "masked", Masked(ratio=0.9), "ratio.*1 x 2"),
         (PLAIN.replace(channels=1, mean=(0.5,), std=(0.5,)), "masked", Masked(), "--masked.target pixels"),
-        (PLAIN.replace(patch=(2, 2)), "masked", Masked(target="colours16"), "2 x 2.*--masked.target"),
+        (PLAIN.replace(patch=(2, 2)), "masked", Masked(target="colors16"), "2 x 2.*--masked.target"),
         (configure("BiT-R50x1"), "mae", Masked(), "ResNet"),
         (configure("R50x1+ViT-B/16"), "mae", Masked(), "hybrid"),
         (PLAIN.replace(posemb="relative"), "mae", Masked(), "posemb"),

@@ -22,10 +22,10 @@ from plainvit.train.transfer import resolve
 
 MODEL = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(16, 16), classes=0)
 SHAPES = "shapes:size=16,count=60,classes=3"
-MAE = Masked(ratio=0.75, target="pixels", normalise=True, depth=1, width=16, heads=2)
+MAE = Masked(ratio=0.75, target="pixels", normalize=True, depth=1, width=16, heads=2)
 KINDS: dict[str, tuple[Any, Masked]] = {
-    "colour": ("masked", Masked()),
-    "colours16": ("masked", Masked(target="colours16")),
+    "color": ("masked", Masked()),
+    "colors16": ("masked", Masked(target="colors16")),
     "pixels": ("masked", Masked(target="pixels")),
     "mae": ("mae", MAE),
 }
@@ -41,7 +41,7 @@ def config(kind: str = "mae", **changes: Any) -> Config:
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["mae", "colour"], 2))
+@pytest.mark.parametrize("kind", mostly_slow(["mae", "color"], 2))
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Path) -> None:
     """And a step that follows a checkpoint can be repeated."""
     run_config, out = config(kind, keep=5), tmp_path / "run"
@@ -50,16 +50,16 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Pa
     assert replay(out, step=10)["loss"] == pytest.approx(losses(out)[9], rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["colour", "colours16", "mae", "pixels"], 2))
+@pytest.mark.parametrize("kind", mostly_slow(["color", "colors16", "mae", "pixels"], 2))
 @quick
 def test_validation_is_the_loss_on_the_same_masks(kind: str, tmp_path: Path) -> None:
     done = fit(config(kind), tmp_path / "run", quiet=True)
     lines = list(metrics(tmp_path / "run"))
     validations = [line["val"] for line in lines if "val" in line]
-    colours = kind.startswith("colour")
+    colors = kind.startswith("color")
     assert len(validations) == 3
-    assert all(set(one) == ({"loss", "accuracy"} if colours else {"loss"}) for one in validations)
-    assert all(("accuracy" in line) == colours for line in lines if "lr" in line)
+    assert all(set(one) == ({"loss", "accuracy"} if colors else {"loss"}) for one in validations)
+    assert all(("accuracy" in line) == colors for line in lines if "lr" in line)
     result = done.numbers["val"]
     assert result["loss"] == pytest.approx(validations[-1]["loss"], rel=1e-6)
     assert "test" not in done.numbers
@@ -68,10 +68,10 @@ def test_validation_is_the_loss_on_the_same_masks(kind: str, tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize(("kind", "most"), mostly_slow([("colour", 0.9 * math.log(512)), ("mae", 0.95)], 2))
+@pytest.mark.parametrize(("kind", "most"), mostly_slow([("color", 0.9 * math.log(512)), ("mae", 0.95)], 2))
 @quick
 def test_masked_prediction_learns(kind: str, most: float, tmp_path: Path) -> None:
-    """Flat patches of a known colour are easily predicted from their neighbours; a constant has log(512), or 1."""
+    """Flat patches of a known color are easily predicted from their neighbors; a constant has log(512), or 1."""
     done = fit(config(kind, steps=60, evaluations=2, optim=Optim(lr=1e-2, warmup=0.1)), tmp_path, quiet=True)
     first = next(line["val"]["loss"] for line in metrics(tmp_path) if "val" in line)
     assert done.numbers["val"]["loss"] < min(first, most)
@@ -118,7 +118,7 @@ def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
     mostly_slow(
         [
             ("--model.patch 16 16", "hides 1 of 1 x 1 patches"),
-            ("--masked.target colours16 --masked.no-normalise --model.patch 2 2", "divisible by 4"),
+            ("--masked.target colors16 --masked.no-normalize --model.patch 2 2", "divisible by 4"),
             ("--augment.mixup 0.5", "add --augment.mixup 0"),
         ],
         2,

@@ -1,4 +1,4 @@
-"""Losses against PyTorch's own and by hand; a tiny model overfits one batch under each optimiser and loss."""
+"""Losses against PyTorch's own and by hand; a tiny model overfits one batch under each optimizer and loss."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Optimisers, schedules and averaging against torch's own, timm's LAMB and big_vision's formulas."""
+"""Optimizers, schedules and averaging against torch's own, timm's LAMB and big_vision's formulas."""
 
 import copy
 import math
@@ -82,7 +82,7 @@ def test_a_share_of_the_run_is_that_many_steps() -> None:
     ]
 
 
-# optimisers -----------------------------------------------------------------------------------------------------------
+# optimizers -----------------------------------------------------------------------------------------------------------
 
 
 def gradients(model: nn.Module, seed: int) -> None:

@@ -239,8 +239,8 @@ def test_the_contact_sheet_shows_the_images(weights: Path, tmp_path: Path, capsy
         main(["predict", str(weights), str(tmp_path / "in"), "--sheet", str(tmp_path / "sheet.png"), *extra])
         with Image.open(tmp_path / "sheet.png") as sheet:
             pixels = np.array(sheet.convert("RGB")).reshape(-1, 3)
-        for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255)):
-            assert (pixels == colour).all(1).sum() > 5_000
+        for color in ((255, 0, 0), (0, 255, 0), (0, 0, 255)):
+            assert (pixels == color).all(1).sum() > 5_000
         out, err = capsys.readouterr()
         printed = out.replace("\n", "").replace(" ", "")
         assert printed.endswith(f"sheet:{tmp_path / 'sheet.png'}")

@@ -28,9 +28,9 @@ from plainvit.evaluate.predictor import Predictor
 def clusters(count: int, width: int, classes: int, seed: int = 0, spread: float = 2.0) -> tuple[Tensor, Tensor]:
     """Overlapping clusters in correlated features of different scales; every class occurs."""
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
+    centers = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
     labels = torch.cat((torch.arange(classes), torch.randint(classes, (count - classes,), generator=generator)))
-    points = centres[labels] + spread * torch.randn(count, width, generator=generator)
+    points = centers[labels] + spread * torch.randn(count, width, generator=generator)
     mixing = torch.randn(width, width, generator=torch.Generator().manual_seed(7)) / width**0.5
     return ((points @ mixing) * torch.logspace(-2, 2, width) + 3).float(), labels
 
@@ -83,10 +83,10 @@ def test_shots_are_nested_and_balanced_and_equal_big_visions() -> None:
     assert set(probe.draw_shots(labels, 3, (5,), seed=5)[5]) != set(drawn[5])
 
 
-# Nearest neighbours ---------------------------------------------------------------------------------------------------
+# Nearest neighbors ---------------------------------------------------------------------------------------------------
 
 
-def test_neighbours_equal_scikit_learns() -> None:
+def test_neighbors_equal_scikit_learns() -> None:
     x, y = clusters(700, 24, 8)
     others, _ = clusters(1500, 24, 8, seed=1)
     x, others = x.double(), others.double()

@@ -62,7 +62,7 @@ GOOGLE = {"model.image_size": (224, 224), "model.mean": (0.5, 0.5, 0.5), "model.
 ADAM = {"optim.name": "adamw", "optim.betas": (0.9, 0.999), "optim.warmup": 10_000, "batch": 4096, "steps": 0}
 TIMM = {"model.activation": "gelu", "model.init": "timm", "model.mean": (0.485, 0.456, 0.406), "data": I1K}
 PLAIN_IMAGES = {"augment.mixup": 0, "augment.cutmix": 0, "augment.smoothing": 0, "augment.randaugment": (0, 0)}
-CENTRE = {"augment.crop": "inception-tf", "augment.flip": 0.5, "preprocess.resize": "crop", "preprocess.crop": 0.875}
+CENTER = {"augment.crop": "inception-tf", "augment.flip": 0.5, "preprocess.resize": "crop", "preprocess.crop": 0.875}
 START = {"model": None, "init": "", "batch": 512, "epochs": 0, "holdout": 0, "augment.flip": 0.5}
 TRANSFER = START | {"head": "zero", "preprocess.resize": "squash"}
 HIGH_RATES, LOW_RATES = (0.003, 0.01, 0.03, 0.06), (0.001, 0.003, 0.01, 0.03)
@@ -70,7 +70,7 @@ SGD = {"optim.name": "sgd", "optim.momentum": 0.9, "optim.weight_decay": 0}
 DEIT = TIMM | {"model.norm_eps": 1e-6, "augment.mixup": 0.8, "augment.cutmix": 1, "augment.repeats": 3}
 TABLES = {
     "ViT, Table 3": Table(
-        GOOGLE | ADAM | CENTRE | PLAIN_IMAGES | {"loss": "sigmoid", "augment.area": (0.05, 1)},
+        GOOGLE | ADAM | CENTER | PLAIN_IMAGES | {"loss": "sigmoid", "augment.area": (0.05, 1)},
         ("shape", "data", "epochs", "optim.lr", "optim.schedule", "optim.weight_decay", "model.dropout", "expected"),
         {
             "vit-b16-jft": ("ViT-B/16", JFT, 7, 0.0008, "linear", 0.1, 0.0, "84.15"),
@@ -129,7 +129,7 @@ TABLES = {
         {"r50x1-jft-sgd": ("BiT-R50x1", "78.24"), "r152x2-jft-sgd": ("BiT-R152x2", "84.37")},
     ),
     "AugReg": Table(
-        GOOGLE | ADAM | CENTRE | {"epochs": 300, "optim.lr": 1e-3, "optim.schedule": "cosine", "optim.clip": 1},
+        GOOGLE | ADAM | CENTER | {"epochs": 300, "optim.lr": 1e-3, "optim.schedule": "cosine", "optim.clip": 1},
         ("shape", "augment.randaugment", "augment.mixup", "optim.weight_decay", "model.dropout", "expected"),
         {
             "augreg-ti16-i1k": ("ViT-Ti/16", (2, 0), 0, 0.1, 0, "72.59"),
@@ -154,7 +154,7 @@ TABLES = {
         },
     ),
     "Better plain ViT baselines": Table(
-        CENTRE
+        CENTER
         | {"shape": "ViT-S/16", "model.pool": "average", "model.posemb": "sincos2d", "model.representation": 384}
         | {"data": I1K, "batch": 1024, "holdout": 0.01, "loss": "softmax", "augment.mixup": 0.2}
         | {"augment.randaugment": (2, 10), "optim.lr": 1e-3, "optim.weight_decay": 0.1, "optim.warmup": 10_000},
@@ -180,7 +180,7 @@ TABLES = {
     "DeiT III": Table(
         DEIT
         | {"epochs": 800, "batch": 2048, "loss": "binary", "ema": 0, "model.layer_scale": 1e-4, "augment.erase": 0}
-        | {"augment.three_augment": True, "augment.colour": 0.3, "augment.smoothing": 0, "preprocess.crop": 1}
+        | {"augment.three_augment": True, "augment.color": 0.3, "augment.smoothing": 0, "preprocess.crop": 1}
         | {"optim.name": "lamb", "optim.weight_decay": 0.05, "optim.warmup": 3128, "model.posemb_prefix": "none"},
         ("shape", "pixels", "optim.lr", "model.stochastic_depth", "expected"),
         {
@@ -198,14 +198,14 @@ TABLES = {
     ),
     "ViT, B.1.2": Table(
         ADAM
-        | {"shape": "ViT-B/16", "objective": "masked", "masked.ratio": 0.5, "masked.target": "colour"}
+        | {"shape": "ViT-B/16", "objective": "masked", "masked.ratio": 0.5, "masked.target": "color"}
         | {"optim.lr": 2e-4, "optim.schedule": "cosine"},
         ("data", "steps", "expected"),
         {"masked-b16-jft": (JFT, 1_000_000, "79.9"), "masked-b16-i1k": (I1K, 100_000, "")},
     ),
     "MAE": Table(
         {"shape": "ViT-B/16", "objective": "mae", "masked.ratio": 0.75, "masked.target": "pixels"}
-        | {"masked.normalise": True, "masked.depth": 8, "masked.width": 512, "masked.heads": 16}
+        | {"masked.normalize": True, "masked.depth": 8, "masked.width": 512, "masked.heads": 16}
         | {"epochs": 800, "batch": 4096, "augment.area": (0.2, 1.0), "optim.warmup": 0.05, "optim.weight_decay": 0.05}
         | {"optim.betas": (0.9, 0.95), "optim.lr": 1.5e-4 * 16},
         ("expected",),
@@ -451,17 +451,17 @@ def test_small_follows_the_images(images: int, side: int, patch: int, size: int,
     assert (config.model.patch, config.model.image_size, config.epochs) == ((patch, patch), (size, size), epochs)
 
 
-@pytest.mark.parametrize("colour", [False, True])
-def test_a_summary_counts_images_and_finds_their_size_and_colour(colour: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("color", [False, True])
+def test_a_summary_counts_images_and_finds_their_size_and_color(color: bool, tmp_path: Path) -> None:
     for index in range(6):
-        pixels = torch.randint(0, 256, (30, 40, 3 if colour else 1), dtype=torch.uint8).expand(30, 40, 3).numpy()
+        pixels = torch.randint(0, 256, (30, 40, 3 if color else 1), dtype=torch.uint8).expand(30, 40, 3).numpy()
         file = tmp_path / "ab"[index % 2] / f"{index}.png"
         file.parent.mkdir(exist_ok=True)
         Image.fromarray(pixels).save(file)
     (tmp_path / "a" / "bad.png").write_bytes(b"no image")
     found = summarize(str(tmp_path))
-    assert found == DataSummary(images=7, classes=2, side=30, is_grey=not colour)
-    assert recipe("small", found).augment.flip == (0.5 if colour else 0.0)
+    assert found == DataSummary(images=7, classes=2, side=30, is_gray=not color)
+    assert recipe("small", found).augment.flip == (0.5 if color else 0.0)
 
 
 @pytest.mark.parametrize(

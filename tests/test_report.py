@@ -146,13 +146,13 @@ def test_report_loads_nothing_and_has_unique_ids(whole: tuple[Path, Reader]) -> 
     assert {str(one)[1:] for one in anchors} <= set(ids)
 
 
-def test_figures_use_the_css_colours(whole: tuple[Path, Reader]) -> None:
+def test_figures_use_the_css_colors(whole: tuple[Path, Reader]) -> None:
     text = (whole[0] / "report.html").read_text()
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(drawings) > 3
     for drawing in drawings:
         assert "var(--" in drawing
-        assert not [colour for colour in figures.COLOURS.values() if colour in drawing]
+        assert not [color for color in figures.COLORS.values() if color in drawing]
     assert "prefers-color-scheme:dark" in text
     assert 'name="viewport"' in text
 

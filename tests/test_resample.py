@@ -35,7 +35,7 @@ def test_same_grid_gives_the_same_table(grid: Grid, method: str) -> None:
 
 
 def resizing_matrix(old: int, new: int) -> np.ndarray:
-    """Bilinear resizing of one axis by half-pixel centres, as a matrix [new, old]."""
+    """Bilinear resizing of one axis by half-pixel centers, as a matrix [new, old]."""
     matrix = np.zeros((new, old))
     for i in range(new):
         at = min(max((i + 0.5) * old / new - 0.5, 0), old - 1)
@@ -161,7 +161,7 @@ def test_resize_keeps_mode_dtype_frozen_weights_and_the_old_model(training: bool
     resized = resize(model, LARGER["size"])
     assert all(module.training is training for module in resized.modules())
     assert {x.dtype for x in resized.state_dict().values()} == {dtype}
-    assert torch.equal(resized.normalise.mean.value, model.normalise.mean.value)
+    assert torch.equal(resized.normalize.mean.value, model.normalize.mean.value)
     assert {name for name, p in resized.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
     assert model.config.image_size == (24, 40)
     for unchanged in (model, resize(model, (24, 40))):

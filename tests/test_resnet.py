@@ -16,8 +16,8 @@ def test_bit_max_pool_pads_with_zeros() -> None:
     model, trace = tiny.bit(), Trace("root")
     with torch.no_grad():
         model.body.root.weight.zero_()
-        model.body.root.weight[:, :, 3, 3] = 1.0  # standardised: a positive centre among negative places
-    black = torch.zeros(1, 3, 32, 32, dtype=torch.float64)  # -1 everywhere after normalisation
+        model.body.root.weight[:, :, 3, 3] = 1.0  # standardized: a positive center among negative places
+    black = torch.zeros(1, 3, 32, 32, dtype=torch.float64)  # -1 everywhere after normalization
     model(black, trace)
     assert (model.body.root(black * 2 - 1)[..., :2, :] < 0).all()  # all that the pool's first row sees
     assert not trace["root"][..., 0, :].any()

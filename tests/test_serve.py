@@ -284,7 +284,7 @@ def large_text() -> bytes:
 
 def many_webp_frames() -> bytes:
     """An animated WebP of 10,000 frames; the first is decoded."""
-    image, *others = (Image.new("RGB", (40, 40), colour) for colour in ("black", "white"))
+    image, *others = (Image.new("RGB", (40, 40), color) for color in ("black", "white"))
     file = io.BytesIO()
     image.save(file, "WEBP", save_all=True, append_images=others)
     data = file.getvalue()

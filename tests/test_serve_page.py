@@ -214,6 +214,6 @@ def test_the_nearest_training_photos_are_the_most_similar(
     explainer = Explainer(predictor, str(tmp_path / "data"))
     features = torch.nn.functional.normalize(predictor.features(predictor.stack(some)), dim=-1)
     expected = (features @ features[3]).sort(descending=True)
-    found = explainer.find_neighbours(predictor.load_image(some[3]))
+    found = explainer.find_neighbors(predictor.load_image(some[3]))
     assert [one["label"] for one in found] == ["ab"[at % 2] for at in expected.indices[:6].tolist()]
     assert [one["similarity"] for one in found] == pytest.approx(expected.values[:6].tolist(), abs=1e-5)

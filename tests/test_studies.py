@@ -8,8 +8,8 @@ import pytest
 from verdicts import Planted, along, plant
 
 from plainvit.planning import cost
-from plainvit.studies import learned, verdict
-from plainvit.studies.bases import complete_model
+from plainvit.studies import learned_structure, verdict
+from plainvit.studies.base_configs import complete_model
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.registry import studies
 from plainvit.studies.study import Results
@@ -27,7 +27,7 @@ GROWN = {"small": 0.5, "depth x2": 0.58, "depth x4": 0.62, "width": 0.55, "MLP":
 
 def look(first: tuple[float, float], last: tuple[float, float]) -> dict[str, float]:
     """Of four layers of two heads."""
-    return learned.summarize_distances(np.linspace(first, last, 4))
+    return learned_structure.summarize_distances(np.linspace(first, last, 4))
 
 
 def positions(nearness: float, contrast: float) -> dict[str, float]:
@@ -103,7 +103,7 @@ CASES: dict[str, list[Case]] = {
         ({"head of zeros": (0.7, 0.9, 0.8), "new last layer": (0.78, 0.8, 0.79)}, NO),
         ({"": 0.8}, OPEN),
     ],
-    "regularisation": [
+    "regularization": [
         ({"": 0.5, "decay 0.1, dropout 0.1": 0.6}, YES),
         ({"": 0.5, "decay 0, dropout 0": 0.6, "decay 0, dropout 0.1": 0.5}, NO),
         ({"": 0.5}, OPEN),
@@ -141,7 +141,7 @@ CASES: dict[str, list[Case]] = {
         ({"class token": (0.7, 0.8, 0.6), "average": (0.83, 0.7, 0.6)}, NO),
         ({"class token": (0.7, 0.8, 0.6), "average": (0.6, 0.7, 0.8)}, OPEN),  # a higher rate
     ],
-    "resnet-optimiser": [
+    "resnet-optimizer": [
         ({"Adam": 0.6, "SGD": 0.6}, YES),
         ({"Adam": 0.5, "SGD": 0.6}, NO),
         ({"Adam": 0.59, "SGD": 0.6}, OPEN),
@@ -244,7 +244,7 @@ def test_planted_results_are_decided(name: str, case: Case) -> None:
 def test_the_arms_of_a_gpu_are_decided_and_drawn(name: str) -> None:
     metrics = ("top1", "choice", "few_shot", "overfitting", "nll", "rank", "smooth", "nearness", "contrast", "chance")
     means = dict.fromkeys((*metrics, "ratio", "images_per_second", "largest_batch"), 0.5)
-    results = plant(ALL[name], {"": means | learned.summarize_distances(np.eye(6, 12))}, budget="gpu")
+    results = plant(ALL[name], {"": means | learned_structure.summarize_distances(np.eye(6, 12))}, budget="gpu")
     assert ALL[name].decide(results).criteria
     assert draw_study(ALL[name], results).axes
 
@@ -269,7 +269,7 @@ def test_rates_are_chosen_on_other_images_than_those_that_decide() -> None:
 # Rates of wrong verdicts ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["regularisation", "masked", "transfer"])
+@pytest.mark.parametrize("name", ["regularization", "masked", "transfer"])
 def test_choosing_the_best_arm_does_not_bias_the_verdict(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All arms are equal, and a run that is better on one half of the images is better on the other."""
     monkeypatch.setattr(verdict, "student_quantile", lambda _: 2.0)

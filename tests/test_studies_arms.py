@@ -13,7 +13,7 @@ from plainvit.models import build
 from plainvit.models.masked import check_maskable
 from plainvit.planning import cost
 from plainvit.studies import compute, data_size, scaling, speed
-from plainvit.studies.bases import complete_model
+from plainvit.studies.base_configs import complete_model
 from plainvit.studies.claims import BUDGETS, Budget
 from plainvit.studies.plans import Plan, first_seed
 from plainvit.studies.registry import studies
@@ -55,7 +55,7 @@ ONE_SETTING: list[tuple[str, str, str, set[str]]] = [
     ("axial", "plain", "axial", {"model.axial"}),
     ("averaging", "last weights", "averaged", {"ema_window"}),
     ("masked", "masked, before", "supervised, before", {"objective"}),
-    ("regularisation", "decay 0, dropout 0", "decay 0.3, dropout 0.1", {"optim.weight_decay", "model.dropout"}),
+    ("regularization", "decay 0, dropout 0", "decay 0.3, dropout 0.1", {"optim.weight_decay", "model.dropout"}),
 ]
 
 
@@ -67,7 +67,7 @@ def test_arms_differ_in_one_setting(name: str, one: str, other: str, changed: se
 
 
 def test_fine_tunings_differ_only_in_their_start_and_rate() -> None:
-    for name in ("masked", "masked-steps", "few-shot", "resnet-optimiser", "averaging"):
+    for name in ("masked", "masked-steps", "few-shot", "resnet-optimizer", "averaging"):
         tuned = [arm.config for arm in ALL[name].arms("gpu").values() if arm.parent]
         for config in tuned:
             assert set(differences(tuned[0], config)) <= {"optim.lr", "ema_window", "data"}, name

@@ -18,8 +18,8 @@ from plainvit.data.generated import shapes
 from plainvit.data.sources import open_source
 from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
-from plainvit.studies import learned, measures
-from plainvit.studies.bases import base
+from plainvit.studies import learned_structure, measures
+from plainvit.studies.base_configs import base
 from plainvit.studies.study import held_out
 from plainvit.train.run import fit
 from plainvit.train.transfer import make_initial_model, resolve
@@ -77,7 +77,7 @@ def test_few_shot_is_measured_on_the_initial_weights(tmp_path: Path, monkeypatch
     for folder in (before, after):
         folder.mkdir()
     (after / "results.json").write_text(json.dumps({"val": {"top1": 0.75, "nll": 1.0, "images": 100}}))
-    plainvit.save(build(MODEL).initialise(torch.Generator().manual_seed(5)), before / "model.safetensors")
+    plainvit.save(build(MODEL).initialize(torch.Generator().manual_seed(5)), before / "model.safetensors")
     monkeypatch.setattr(measures, "EVALUATED", 100)
     found = measures.with_few_shot(TUNED.replace(model=None, init=str(before)), after)
     assert found["top1"] == 0.75
@@ -108,10 +108,10 @@ def test_planted_positions_are_found(tmp_path: Path) -> None:
     name = next(name for name in state if name.startswith("positions") and state[name].shape[-1] == SMALL.width)
     state[name][..., -h * w :, :] = torch.from_numpy(waves).float()
     model.load_state_dict(state)
-    found = learned.measure_positions(DIGITS, saved(model, tmp_path))
+    found = learned_structure.measure_positions(DIGITS, saved(model, tmp_path))
     assert found["nearness"] > 0.95 > found["chance"]
     assert found["contrast"] > 0.05
-    drawn = learned.measure_positions(measures.untrained_config(DIGITS), tmp_path)
+    drawn = learned_structure.measure_positions(measures.untrained_config(DIGITS), tmp_path)
     assert abs(drawn["nearness"]) < 0.3
     assert 0 < drawn["chance"] < 0.2
 
@@ -122,13 +122,13 @@ def test_low_frequencies_are_those_of_the_cosine_transform(side: int) -> None:
     energy = np.asarray(dctn(tiles, axes=(1, 2), norm="ortho")) ** 2
     half = -(-side // 2)
     expected = energy[:, :half, :half].sum((1, 2, 3)) / (tiles**2).sum((1, 2, 3))
-    assert learned.low_frequency_fraction(tiles) == pytest.approx(expected)
-    assert learned.low_frequency_fraction(np.ones((1, side, side, 3))) == pytest.approx([1])
+    assert learned_structure.low_frequency_fraction(tiles) == pytest.approx(expected)
+    assert learned_structure.low_frequency_fraction(np.ones((1, side, side, 3))) == pytest.approx([1])
 
 
 def test_effective_rank() -> None:
-    assert learned.effective_rank(np.array([0.25] * 4 + [0.0])) == pytest.approx(4)
-    assert learned.effective_rank(np.array([1.0, 0.0])) == pytest.approx(1)
+    assert learned_structure.effective_rank(np.array([0.25] * 4 + [0.0])) == pytest.approx(4)
+    assert learned_structure.effective_rank(np.array([1.0, 0.0])) == pytest.approx(1)
 
 
 def test_planted_filters_are_found(tmp_path: Path) -> None:
@@ -138,23 +138,23 @@ def test_planted_filters_are_found(tmp_path: Path) -> None:
     basis = torch.stack((slope[:, None].expand(4, 4), slope.expand(4, 4))).expand(3, 2, 4, 4).transpose(0, 1)
     weights = torch.randn(SMALL.width, 2, generator=torch.Generator().manual_seed(0)) @ basis.reshape(2, -1)
     model.embedding.weight.data.copy_(weights)
-    found = learned.measure_filters(DIGITS, saved(model, tmp_path))
+    found = learned_structure.measure_filters(DIGITS, saved(model, tmp_path))
     assert 1 < found["rank"] <= 2.0001
     assert found["smooth"] > 0.9
-    drawn = learned.measure_filters(measures.untrained_config(DIGITS), tmp_path)
+    drawn = learned_structure.measure_filters(measures.untrained_config(DIGITS), tmp_path)
     assert drawn["rank"] > 15
     assert drawn["smooth"] == pytest.approx(0.25, abs=0.1)
 
 
 def test_statistics_of_distances() -> None:
     found = np.random.default_rng(0).uniform(0, 30, (7, 3))
-    numbers = learned.summarize_distances(found)
+    numbers = learned_structure.summarize_distances(found)
     assert numbers["range"] == found[0].max() - found[0].min()
     assert numbers["nearest"] == min(found[0])
     assert numbers["range_over_half"] == pytest.approx(np.ptp(found[0]) - found.max() / 2)
     assert numbers["late_over_early"] == pytest.approx(found[5:].mean() - found[:2].mean())
     assert numbers["rise"] == pytest.approx(spearmanr(range(7), found.mean(1)).statistic)
-    assert np.array_equal(learned.read_heads(numbers), found)
+    assert np.array_equal(learned_structure.read_heads(numbers), found)
 
 
 def even(config: ViTConfig) -> ViT:
@@ -167,7 +167,7 @@ def even(config: ViTConfig) -> ViT:
 
 
 def test_uniform_attention_has_the_mean_patch_distance(tmp_path: Path) -> None:
-    found = learned.measure_attention(DIGITS, saved(even(SMALL), tmp_path))
+    found = learned_structure.measure_attention(DIGITS, saved(even(SMALL), tmp_path))
     h, w = SMALL.grid
     places = [(4 * y, 4 * x) for y in range(h) for x in range(w)]
     assert found["nearest"] == pytest.approx(cdist(places, places).mean(), rel=1e-4)
@@ -178,28 +178,28 @@ def test_the_share_of_a_rollout_on_an_object() -> None:
     """Uniform attention gives an object its share of the area; any other what its pixels add up to."""
     config = SMALL.replace(image_size=(32, 32), heads=2)
     source = shapes("val", "size=32,count=6")
-    mass, area, _ = learned.rollout_on_object(even(config), source, 6)
+    mass, area, _ = learned_structure.rollout_on_object(even(config), source, 6)
     assert mass == pytest.approx(area, rel=1e-5)
     model = build(config.replace(init="google"))
-    model.initialise(torch.Generator().manual_seed(0)).embedding.weight.data.mul_(5)
-    mass, _, maps = learned.rollout_on_object(model.eval(), source, 6)
+    model.initialize(torch.Generator().manual_seed(0)).embedding.weight.data.mul_(5)
+    mass, _, maps = learned_structure.rollout_on_object(model.eval(), source, 6)
     for index, rolled in enumerate(maps):
         pixels = np.kron(rolled, np.ones((4, 4))) / 16
         assert mass[index] == pytest.approx(pixels[source.draw(index)[1]].sum())
     assert maps.std() > 1e-4
 
 
-def test_an_untrained_model_has_no_favourite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned, "OBJECTS", 40)
-    config = measures.untrained_config(learned.shapes_config("cpu"))
-    assert learned.measure_rollout(config, tmp_path)["ratio"] == pytest.approx(1, abs=0.03)
+def test_an_untrained_model_has_no_favorite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned_structure, "OBJECTS", 40)
+    config = measures.untrained_config(learned_structure.shapes_config("cpu"))
+    assert learned_structure.measure_rollout(config, tmp_path)["ratio"] == pytest.approx(1, abs=0.03)
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
 def test_some_classes_of_digits() -> None:
-    """Against scikit-learn's copy: the images of these digits alone, labelled by their place."""
+    """Against scikit-learn's copy: the images of these digits alone, labeled by their place."""
     reference = load_digits()
     for split in ("train", "test"):
         source = open_source("digits:7905", split)

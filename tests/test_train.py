@@ -106,7 +106,7 @@ def test_every_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
 
 
 def first_losses(name: str, folder: Path) -> list[float]:
-    """30 steps of a small recipe: its own optimiser, schedule and augmentation on a model and batch for a CPU."""
+    """30 steps of a small recipe: its own optimizer, schedule and augmentation on a model and batch for a CPU."""
     config = recipe(name)
     settings: dict[str, Any] = {}
     if name == "finetune":
@@ -179,7 +179,7 @@ def test_the_loop_is_the_plain_loop(tmp_path: Path) -> None:
     done = fit(config, tmp_path, quiet=True)
 
     train = open_source(SHAPES, "train")  # shapes has validation images of its own: nothing is held out
-    model = build(TINY.replace(classes=3)).initialise(torch.Generator().manual_seed(0))
+    model = build(TINY.replace(classes=3)).initialize(torch.Generator().manual_seed(0))
     kernels = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     rest = [p for p in model.parameters() if not any(p is kernel for kernel in kernels)]
     adam = torch.optim.AdamW([{"params": kernels, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])

@@ -175,7 +175,7 @@ def test_too_many_skipped_steps_end_the_run(
 
 def test_replay_finds_the_first_module_that_overflows(tmp_path: Path, capsys: Capture) -> None:
     """A weight of 3e38 is finite, and its matmuls are not; the run folder does not change."""
-    model = build(runs.MODEL.replace(classes=10)).initialise(torch.Generator().manual_seed(0))
+    model = build(runs.MODEL.replace(classes=10)).initialize(torch.Generator().manual_seed(0))
     with torch.no_grad():
         model.blocks[0].mlp.fc1.weight[0] = 3e38
     save(model, tmp_path / "w.safetensors")

@@ -451,7 +451,7 @@ def test_doctor_counts_the_gpus_for_the_processes(capsys: Capture, monkeypatch: 
 
 
 @pytest.mark.usefixtures("first")
-def test_doctor_finds_the_wrong_normalisation_for_weights(tmp_path: Path, capsys: Capture) -> None:
+def test_doctor_finds_the_wrong_normalization_for_weights(tmp_path: Path, capsys: Capture) -> None:
     wrong = runs.MODEL.replace(mean=(0.485, 0.456, 0.406), std=(0.2, 0.2, 0.2))
     for model, count in ((wrong, 1), (None, 0)):
         runs.recipe_file(tmp_path, short(init="first", model=model))

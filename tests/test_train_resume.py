@@ -82,7 +82,7 @@ def test_a_killed_command_repeated_ends_as_the_run_from_python(
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "micro-batches": {"micro_batch": 4},
-    "streamed": {"augment": Augment(flip=0.5, cutmix=1.0, mixup=0.5, three_augment=True, colour=0.3, erase=0.3)},
+    "streamed": {"augment": Augment(flip=0.5, cutmix=1.0, mixup=0.5, three_augment=True, color=0.3, erase=0.3)},
     "repeated": {"augment": Augment(crop="none", repeats=3, smoothing=0.1)},
     "frozen": {"optim": Optim(name="sgd", lr=1e-1, frozen=("embedding*", "positions*"))},
     "decay by layer": {"optim": Optim(name="lamb", lr=1e-2, layer_decay=0.7, weight_decay=0.02)},

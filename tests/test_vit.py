@@ -15,7 +15,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from peer_models import timm_vit
-from peers import from_encoder_layer, normalise, scramble, write
+from peers import from_encoder_layer, normalize, scramble, write
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ def test_distilled_deit_equals_timm(tmp_path: Path) -> None:
     peer = timm_vit(VisionTransformerDistilled)
     model = plainvit.load(write(peer.state_dict(), tmp_path / "m.safetensors"), heads=4, dtype=None)
     images = tiny.images(size=(32, 32))
-    pixels = normalise(model, images)
+    pixels = normalize(model, images)
     with torch.inference_mode():
         pooled = peer.forward_head(peer.forward_features(pixels), pre_logits=True)
         assert tiny.difference(model.features(images), pooled) < EXACT
@@ -54,7 +54,7 @@ def test_uint8_equals_floats(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_computed_buffers_are_not_cast(dtype: torch.dtype) -> None:
     model = tiny.vit(torch.float32, mean=IMAGENET[0], std=IMAGENET[1], posemb="sincos2d").to(dtype)
-    for constant, values in ((model.normalise.mean, IMAGENET[0]), (model.normalise.std, IMAGENET[1])):
+    for constant, values in ((model.normalize.mean, IMAGENET[0]), (model.normalize.std, IMAGENET[1])):
         assert constant.to(dtype) is constant  # cast by itself it is the same module, as any is
         assert torch.equal(constant.value.flatten(), torch.tensor(values, dtype=torch.float64))
     table = copy.deepcopy(model).float().positions[0].grid_table()
@@ -191,7 +191,7 @@ def test_replace_head_attaches_one_layer_of_zeros(settings: dict[str, Any]) -> N
     assert (model.config.classes, model.config.representation) == (11, 0)
 
 
-# Regularisation -------------------------------------------------------------------------------------------------------
+# Regularization -------------------------------------------------------------------------------------------------------
 
 
 def dropouts(model: ViT) -> list[tuple[Tensor, Tensor]]:

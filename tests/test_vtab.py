@@ -100,7 +100,7 @@ def test_an_invalid_list_line_is_rejected(tmp_path: Path, line: str) -> None:
 
 
 def shade(label: int, classes: int) -> bytes:
-    """An image whose grey is its class."""
+    """An image whose gray is its class."""
     return encode(np.full((8, 8, 3), 255 * label // (classes - 1), np.uint8))
 
 

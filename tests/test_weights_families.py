@@ -1,7 +1,7 @@
 """Every family of transformers and timm: outputs equal to the libraries' own models, and exact round trips.
 
 Models are small and random; each is saved by its own library, loaded from the folder, and compared in float64 and fp32,
-at its own and at other resolutions. Pixels are normalised outside plainvit, by the loaded config.
+at its own and at other resolutions. Pixels are normalized outside plainvit, by the loaded config.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import timm
 import tiny
 import torch
 import transformers
-from peers import normalise, scramble, write
+from peers import normalize, scramble, write
 from timm.models._hub import save_for_hf
 from timm.models.beit import checkpoint_filter_fn
 from torch import Tensor
@@ -115,7 +115,7 @@ def compare(load: Callable[..., Any], run: Callable[[Tensor], Tensor], close: fl
     """What plainvit loads with what the peer runs: in float64, and in fp32 to 1e-5 of the largest output."""
     model = load(dtype=torch.float64)
     images = tiny.images(2, model.config.image_size, model.config.channels)
-    expected = run(normalise(model, images))
+    expected = run(normalize(model, images))
     assert tiny.difference(model(images), expected) < close
     assert tiny.difference(accelerate(model)(images), expected) < close
     assert tiny.difference(load()(images.float()), expected.float()) < 1e-5 * expected.abs().max()
@@ -225,7 +225,7 @@ def test_hybrid_equals_transformers_and_is_written_back(tmp_path: Path, size: tu
     assert (model.about.family, model.config.stem.blocks) == ("transformers ViTHybrid", (1, 2))
     plainvit.save(model, tmp_path / "b", format="transformers")
     images = tiny.images(2, size)
-    theirs = vit(backbone(normalise(model, images)).feature_maps[-1]).logits
+    theirs = vit(backbone(normalize(model, images)).feature_maps[-1]).logits
     assert tiny.difference(model.double()(images), theirs) < 1e-10
     original, written = (safetensors.torch.load_file(tmp_path / one / "model.safetensors") for one in "ab")
     assert original.keys() == written.keys()
@@ -335,7 +335,7 @@ def test_open_clip_equals_transformers_and_is_written_back(tmp_path: Path, opena
     torch.save(state, tmp_path / "open_clip_pytorch_model.bin")  # as on the hub
     model = plainvit.load(tmp_path, heads=4)
     images = tiny.images(2, (24, 24))
-    theirs = peer(normalise(model, images)).image_embeds
+    theirs = peer(normalize(model, images)).image_embeds
     plainvit.save(model, tmp_path / "again.safetensors", format="open_clip")
     assert tiny.difference(model.double()(images), theirs) < 1e-10
     written = safetensors.torch.load_file(tmp_path / "again.safetensors")
@@ -353,7 +353,7 @@ def test_open_clip_around_timm_equals_timm(tmp_path: Path, name: str) -> None:
     model = plainvit.load(tmp_path / "m.pt", heads=1)
     images = tiny.images(1, (224, 224))
     with torch.inference_mode():
-        theirs = peer.double()(normalise(model, images))
+        theirs = peer.double()(normalize(model, images))
         assert tiny.difference(model.double()(images), theirs) < 2e-6
 
 
@@ -400,4 +400,4 @@ def test_original_file_equals_timm(tmp_path: Path, family: str) -> None:
     assert model.about.family == family
     images = tiny.images(2, (32, 32))
     with torch.inference_mode():
-        assert tiny.difference(model.double()(images), peer.double()(normalise(model, images))) < 2e-6
+        assert tiny.difference(model.double()(images), peer.double()(normalize(model, images))) < 2e-6

@@ -180,8 +180,8 @@ def dense(x: Array, w: Mapping[str, Array], name: str) -> Array:
 
 
 def layer_norm(x: Array, w: Mapping[str, Array], name: str) -> Array:
-    centred = x - x.mean(-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * w[f"{name}/scale"] + w[f"{name}/bias"]
+    centered = x - x.mean(-1, keepdims=True)
+    return centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-6) * w[f"{name}/scale"] + w[f"{name}/bias"]
 
 
 def attend(queries: Array, x: Array, w: Mapping[str, Array], name: str) -> Array:
@@ -256,7 +256,7 @@ def run_stem(x: Array, w: Mapping[str, Array], blocks: tuple[int, ...]) -> Array
     """Google's hybrid: v1 units, SAME padding, w / (std + 1e-5), GroupNorm 1e-6."""
 
     def conv(x: Array, name: str, stride: int = 1) -> Array:
-        kernel = reference.standardise_hybrid(w[f"{name}/kernel"].transpose(3, 2, 0, 1))
+        kernel = reference.standardize_hybrid(w[f"{name}/kernel"].transpose(3, 2, 0, 1))
         return reference.convolve(x, kernel, stride, reference.same_pads(x, kernel.shape[-1], stride))
 
     def norm(x: Array, name: str) -> Array:
@@ -277,7 +277,7 @@ def run_bit(x: Array, w: Mapping[str, Array], blocks: tuple[int, ...], conv_name
     """big_transfer: v2 units, symmetric padding, w / sqrt(var + 1e-10), zeros around the root's pooling."""
 
     def conv(x: Array, name: str, stride: int = 1) -> Array:
-        kernel = reference.standardise_bit(w[f"{name}/{conv_name}/kernel"].transpose(3, 2, 0, 1))
+        kernel = reference.standardize_bit(w[f"{name}/{conv_name}/kernel"].transpose(3, 2, 0, 1))
         return reference.convolve(x, kernel, stride, reference.symmetric_pads(x, kernel.shape[-1], stride))
 
     def norm(x: Array, name: str) -> Array:
@@ -393,7 +393,7 @@ def test_big_vision(tmp_path: Path, settings: dict[str, Any], prefix: str, scann
 
 
 def list_other_arrays(prefix: str, arrays: Arrays) -> Iterator[tuple[str, Array]]:
-    """What a training run's file holds beyond the image tower: moments of the optimiser, counters, a text tower."""
+    """What a training run's file holds beyond the image tower: moments of the optimizer, counters, a text tower."""
     one = np.ones(1, np.float32)
     for name, x in arrays.items():
         yield f"opt/0/mu/{prefix.removeprefix('params/')}{name}", x

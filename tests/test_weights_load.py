@@ -22,7 +22,7 @@ import tiny
 import torch
 import transformers
 from peer_models import timm_vit, torchvision_vit
-from peers import normalise, write
+from peers import normalize, write
 from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
@@ -315,7 +315,7 @@ def test_file_of_a_training_script_equals_timm(tmp_path: Path, name: str, legacy
     assert bool(lines) == bool(left_out)
     images = tiny.images(size=(32, 32))
     with torch.inference_mode():
-        assert tiny.difference(model(images), peer(normalise(model, images))) < EXACT
+        assert tiny.difference(model(images), peer(normalize(model, images))) < EXACT
 
 
 # Each training code's own call of F.interpolate from a 4 x 4 grid to 6 x 3: DINO's scale factors move every sample
@@ -367,7 +367,7 @@ def test_file_is_preferred_to_the_index_of_older_shards(tmp_path: Path) -> None:
     images = tiny.images(size=(32, 32), dtype=torch.float32)
     sharded = plainvit.load(folder)
     with torch.inference_mode():
-        assert tiny.difference(sharded(images), peer(normalise(sharded, images)).logits) < SINGLE
+        assert tiny.difference(sharded(images), peer(normalize(sharded, images)).logits) < SINGLE
     torch.nn.init.ones_(peer.classifier.weight)
     peer.save_pretrained(folder)
     assert (folder / "model.safetensors.index.json").is_file()
@@ -383,22 +383,22 @@ def test_folder_of_several_models_is_an_error(tmp_path: Path) -> None:
 
 
 PROCESSORS: dict[str, dict[str, Any]] = {
-    "not normalised": {"do_normalize": False},
+    "not normalized": {"do_normalize": False},
     "bytes": {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [64.0] * 3},
-    "bytes, not normalised": {"do_rescale": False, "do_normalize": False},
+    "bytes, not normalized": {"do_rescale": False, "do_normalize": False},
     "scaled otherwise": {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [2.0] * 3},
 }
 
 
 @pytest.mark.parametrize("settings", PROCESSORS.values(), ids=PROCESSORS)
-def test_normalisation_equals_transformers_processor(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_normalization_equals_transformers_processor(tmp_path: Path, settings: dict[str, Any]) -> None:
     folder = hub_folder(tmp_path, "ViT", None)
     processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32}, **settings)
     processor.save_pretrained(folder)
     model = plainvit.load(folder)
     photo = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     theirs = processor(photo, return_tensors="pt")["pixel_values"].float()
-    torch.testing.assert_close(model.normalise(torch.from_numpy(photo).permute(2, 0, 1)[None]), theirs)
+    torch.testing.assert_close(model.normalize(torch.from_numpy(photo).permute(2, 0, 1)[None]), theirs)
 
 
 # Unsupported ----------------------------------------------------------------------------------------------------------

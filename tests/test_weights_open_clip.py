@@ -11,7 +11,7 @@ import safetensors.torch
 import timm
 import tiny
 import torch
-from peers import normalise, scramble
+from peers import normalize, scramble
 
 import plainvit
 
@@ -48,7 +48,7 @@ def test_tower_equals_open_clip_and_is_written_back(tmp_path: Path, settings: di
     model = plainvit.load(tmp_path / "hub")
     assert (model.config.mean, model.about.preprocess.resize) == ((0.1, 0.2, 0.3), "squash")
     images = tiny.images(2, size)
-    theirs = peer.double().encode_image(normalise(model, images))
+    theirs = peer.double().encode_image(normalize(model, images))
     assert tiny.difference(model(images.float()), theirs.float()) < 1e-5 * theirs.abs().max()
     written = safetensors.torch.load_file(plainvit.save(model, tmp_path / "m.safetensors", format="open_clip"))
     assert tiny.difference(model.double()(images), theirs) < 1e-10
@@ -66,7 +66,7 @@ def test_other_resolution_equals_open_clip(tmp_path: Path) -> None:
     larger.load_state_dict(state)
     model = plainvit.load(tmp_path / "hub", image_size=(48, 24)).double()
     images = tiny.images(2, (48, 24))
-    theirs = larger.double().encode_image(normalise(model, images))
+    theirs = larger.double().encode_image(normalize(model, images))
     assert tiny.difference(model(images), theirs) < 1e-5  # positions are resampled in fp32
 
 
@@ -113,7 +113,7 @@ def test_every_open_clip_model_is_equal_or_unsupported(tmp_path: Path) -> None:
             outcomes[name] = str(error)
             continue
         images = tiny.images(1, peer.visual.image_size)
-        theirs = peer.visual.double()(normalise(model, images))
+        theirs = peer.visual.double()(normalize(model, images))
         height, width = model.config.image_size  # timm leaves out what patches do not fill
         ours = model(images[..., :height, :width])
         outcomes[name] = "equal" if tiny.difference(ours, theirs) < 2e-6 * theirs.abs().max() else "different"

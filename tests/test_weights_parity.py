@@ -2,7 +2,7 @@
 
 Each library builds a small model with random weights and writes it; plainvit loads the file and must give the
 library's own logits, to 1e-10 in float64 and to 1e-5 of their scale in fp32. Then plainvit writes it back, and the
-library loads that with its own strict loader. Pixels are normalised outside plainvit, by the loaded config.
+library loads that with its own strict loader. Pixels are normalized outside plainvit, by the loaded config.
 """
 
 import copy
@@ -23,7 +23,7 @@ import torch
 import torchvision
 import transformers
 from peer_models import timm_bit, timm_hybrid, timm_vit, torchvision_vit
-from peers import hollow, normalise, scramble, write
+from peers import hollow, normalize, scramble, write
 from pictures import photo
 from PIL import Image
 from timm.models import save_for_hf
@@ -47,7 +47,7 @@ def gap(model: Any, peer: nn.Module, size: tuple[int, int] | None = None) -> flo
     """Largest difference on random images, relative to the largest logit where the model is in fp32."""
     dtype = next(model.parameters()).dtype
     images = tiny.images(size=size or model.config.image_size, channels=model.config.channels, dtype=dtype)
-    theirs = copy.deepcopy(peer).to(dtype).eval()(normalise(model, images))
+    theirs = copy.deepcopy(peer).to(dtype).eval()(normalize(model, images))
     scale = theirs.abs().max().item() if dtype is torch.float32 else 1.0
     return tiny.difference(model(images), theirs) / scale
 
@@ -324,7 +324,7 @@ def test_preprocessing_equals_the_librarys_processor(tmp_path: Path, kind: str, 
     written = AutoImageProcessor.from_pretrained(plainvit.save(loaded, tmp_path / "out", format="transformers"))
     for image in photos():
         theirs = processor(image, return_tensors="np")["pixel_values"][0]
-        ours = loaded.normalise(preprocess_image(np.array(image), loaded.about.preprocess, (32, 32))[None])[0].numpy()
+        ours = loaded.normalize(preprocess_image(np.array(image), loaded.about.preprocess, (32, 32))[None])[0].numpy()
         assert smallest_gap(ours, theirs, shift=int(loaded.about.preprocess.resize == "crop")) < 0.01
         assert np.array_equal(written(image, return_tensors="np")["pixel_values"][0], theirs)
 

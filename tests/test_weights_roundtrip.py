@@ -99,7 +99,7 @@ exact GELU                     |                    |             |             
 tanh GELU                      |                    |             |             |                  |
 eps 1e-12                      | norm_eps           | norm_eps    | norm_eps    |                  | norm_eps
 ReLU                           |                    |             |             |                  |
-ImageNet pixels                | normalisation      |             |             |                  |
+ImageNet pixels                | normalization      |             |             |                  |
 distilled                      | distillation       |             |             |                  | distillation
 registers with rows            | registers          |             |             | registers        | registers
 registers without rows         | registers          |             |             | posemb registers | posemb registers
@@ -328,7 +328,7 @@ REPLACED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
     ("timm", "norm_eps", exact(norm_eps=1e-12), {"norm_eps": 1e-6}),
     ("timm folder", "norm_eps", exact(norm_eps=1e-12), {"norm_eps": 1e-6}),
     ("torchvision", "norm_eps", exact(norm_eps=1e-12), {"norm_eps": 1e-6}),
-    ("google", "normalisation", tanh(**IMAGENET), {"mean": (0.5,) * 3, "std": (0.5,) * 3}),
+    ("google", "normalization", tanh(**IMAGENET), {"mean": (0.5,) * 3, "std": (0.5,) * 3}),
 ]
 
 
@@ -371,7 +371,7 @@ def test_dropped_layer_scale_is_merged_into_the_layers_before(
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "BiT"])
-def test_dropped_standardisation_is_replaced_by_timms(tmp_path: Path, kind: str) -> None:
+def test_dropped_standardization_is_replaced_by_timms(tmp_path: Path, kind: str) -> None:
     """The file then means what timm computes with it: for timm, and for plainvit that reads it back."""
     model = tiny.bit(blocks=(1, 1)) if kind == "BiT" else tiny.hybrid(blocks=(1, 1), image_size=(32, 32))
     parts = ("standardise",) if kind == "BiT" else ("standardise", "activation")

@@ -2,6 +2,7 @@
 
     attention_distance(model, images)    [layers, heads] in pixels (Figures 7 and 11)
     rollout(model, images)               [B, h, w], attention multiplied through the layers (Figures 6 and 14)
+    relevance(model, images, classes)    [B, h, w], the same weighted by gradients of the class
 
 The model runs with its fused kernel. The attention weights of each layer are recomputed next to it, reduced and freed,
 so that memory holds one layer of one batch.

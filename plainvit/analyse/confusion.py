@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from plainvit.analyse import page
-from plainvit.analyse.figures import COLOURS, new_axes, printable, styled
+from plainvit.analyse.figures import COLORS, new_axes, printable, styled
 from plainvit.analyse.page import Html, Section
 
 NUMBERED = 20  # classes up to which a cell shows its number
@@ -42,8 +42,8 @@ def draw_confusion(matrix: np.ndarray, classes: Sequence[str]) -> Figure:
 def _cell_colors(fractions: np.ndarray) -> np.ndarray:
     """[K, K, 4]: hue for correct or wrong, opacity for frequency, so that it also works in dark mode."""
     colors = np.empty((*fractions.shape, 4))
-    colors[..., :3] = to_rgb(COLOURS["orange"])
-    colors[range(len(fractions)), range(len(fractions)), :3] = to_rgb(COLOURS["blue"])
+    colors[..., :3] = to_rgb(COLORS["orange"])
+    colors[range(len(fractions)), range(len(fractions)), :3] = to_rgb(COLORS["blue"])
     colors[..., 3] = np.where(fractions > 0, 0.2 + 0.8 * np.sqrt(fractions), 0)
     return colors
 
@@ -53,12 +53,12 @@ def _draw_cells(axes: Axes, fractions: np.ndarray) -> None:
     corners = 0.47 * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)])
     squares = np.argwhere(fractions >= 0)[:, None, ::-1] + corners  # [K * K, 4, 2]
     colors = _cell_colors(fractions).reshape(-1, 4)
-    colors[fractions.ravel() <= 0] = (*to_rgb(COLOURS["line"]), 0.45)
+    colors[fractions.ravel() <= 0] = (*to_rgb(COLORS["line"]), 0.45)
     axes.add_collection(PolyCollection(list(squares), facecolors=colors))
     for row, column in np.argwhere(fractions > 0).tolist():
         percentage = 100 * fractions[row, column]
         label = f"{percentage:.0f}" if percentage >= 0.5 else "<1"
-        color = COLOURS["paper" if percentage > 45 else "ink"]
+        color = COLORS["paper" if percentage > 45 else "ink"]
         axes.text(column, row, label, color=color, ha="center", va="center_baseline")
 
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from plainvit.analyse.figures import COLOURS, PANEL, new_figure, number, styled
+from plainvit.analyse.figures import COLORS, PANEL, new_figure, number, styled
 from plainvit.analyse.gallery import choose_evenly
 from plainvit.analyse.page import Section, element, inline_figure, make_section, publish_figure
 
@@ -61,7 +61,7 @@ def summarize(steps: np.ndarray, values: np.ndarray, buckets: int = BUCKETS) -> 
 # panel -> its title and its lines: (column, label, color)
 _PANELS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
     "loss": ("Training loss", [("loss", "mean", "blue")]),
-    "top1": ("Top-1 accuracy, %", [("accuracy", "training", "grey"), ("val_top1", "validation", "blue")]),
+    "top1": ("Top-1 accuracy, %", [("accuracy", "training", "gray"), ("val_top1", "validation", "blue")]),
     "nll": ("Validation negative log-likelihood", [("val_nll", "", "blue")]),
     "val_loss": ("Validation loss", [("val_loss", "", "blue")]),
     "lr": ("Learning rate", [("lr", "", "blue")]),
@@ -91,7 +91,7 @@ def draw_curves(table: Table) -> Figure:
 
 
 @styled()
-def draw_curve(table: Table, panel: str) -> Figure:
+def draw_panel(table: Table, panel: str) -> Figure:
     """One panel ("loss", "top1" ...) for an HTML page, with fixed margins so that panels align."""
     figure = Figure(PANEL)
     left, bottom, width, height = 0.115, 0.17, 0.88, 0.71  # of the axes, as fractions of the figure
@@ -129,8 +129,8 @@ def _draw_line(axes: Axes, table: Table, column: str, *, label: str, color: str,
         return
     mean, low, high = np.clip(np.array(values) * scale, -1e99, 1e99)  # matplotlib's limit
     if column in _WITH_RANGE and (low < high).any():
-        axes.fill_between(steps, low, high, color=COLOURS["grey"], alpha=0.4, linewidth=0, label="range")
-    axes.plot(steps, mean, color=COLOURS[color], label=label, marker="o" if is_validation or len(steps) == 1 else "")
+        axes.fill_between(steps, low, high, color=COLORS["gray"], alpha=0.4, linewidth=0, label="range")
+    axes.plot(steps, mean, color=COLORS[color], label=label, marker="o" if is_validation or len(steps) == 1 else "")
 
 
 def _use_log_scale_for_decades(axes: Axes) -> None:
@@ -147,7 +147,7 @@ def _mark_skipped(axes: Axes, table: Table) -> None:
     if len(steps):
         chosen = steps[choose_evenly(len(steps), BUCKETS)]
         bottom = axes.get_xaxis_transform()  # x in steps, y as a fraction of the panel
-        style = {"color": COLOURS["orange"], "markersize": 7, "label": "skipped (NaN or Inf)"}
+        style = {"color": COLORS["orange"], "markersize": 7, "label": "skipped (NaN or Inf)"}
         axes.plot(chosen, np.full(len(chosen), 0.03), "|", transform=bottom, **style)
 
 
@@ -157,5 +157,5 @@ def curves_section(table: Table, folder: Path) -> Section | None:
     if not names:
         return None
     links = publish_figure(folder, "curves", draw_curves(table), data="metrics.jsonl")
-    panels = [inline_figure(draw_curve(table, name), f"{_PANELS[name][0]} by step") for name in names]
+    panels = [inline_figure(draw_panel(table, name), f"{_PANELS[name][0]} by step") for name in names]
     return make_section("Learning curves", element("div", *panels, class_="figures"), links)

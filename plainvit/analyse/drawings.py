@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from plainvit.analyse.embeddings import Filters, filters_to_rgb
-from plainvit.analyse.figures import COLOURS, PANEL, new_axes, styled
+from plainvit.analyse.figures import COLORS, PANEL, new_axes, styled
 from plainvit.analyse.gallery import choose_evenly
 
 MOST_TILES = 14  # positions along a side of the similarity figure
@@ -31,7 +31,7 @@ def draw_filters(filters: Filters) -> Figure:
         x, y = number % columns, 1.25 * (number // columns)
         axes.imshow(image, extent=(x, x + 0.9, y + 0.9, y), interpolation="nearest", aspect="equal")
         axes.text(
-            x + 0.45, y + 1, f"{100 * variance:.1f} %", fontsize=6, color=COLOURS["muted"], ha="center", va="center"
+            x + 0.45, y + 1, f"{100 * variance:.1f} %", fontsize=6, color=COLORS["muted"], ha="center", va="center"
         )
     axes.set(xlim=(-0.02, columns), ylim=(1.25 * rows, -0.02))
     axes.set_title("Principal components of the first layer, explained variance")
@@ -78,7 +78,7 @@ def _number_tiles(axis: Axis, numbers: np.ndarray, step: int, width: int) -> Non
 def draw_heads(values: np.ndarray, title: str, uniform: float) -> Figure:
     """A dot for each head by layer, the mean of each layer, and the value of uniform attention (Figure 7, right)."""
     figure, axes = new_axes(PANEL)
-    axes.axhline(uniform, color=COLOURS["grey"], linewidth=1, linestyle=(0, (4, 3)), label="uniform attention")
+    axes.axhline(uniform, color=COLORS["gray"], linewidth=1, linestyle=(0, (4, 3)), label="uniform attention")
     plot_heads(axes, values[None], title)
     axes.set(ylim=(0, 1.06 * max(uniform, float(np.nanmax(values)), 1e-6)))
     figure.legend(loc="outside lower left", ncols=3, columnspacing=1.2, fontsize=8)  # covers no data
@@ -89,15 +89,15 @@ def plot_heads(axes: Axes, values: np.ndarray, title: str) -> None:
     """A dot for each head by layer, and the mean of each layer; values [runs, layers, heads]."""
     layers = np.arange(1, values.shape[1] + 1)
     x = np.broadcast_to(layers[:, None], values.shape)
-    axes.scatter(x, values, s=14, color=COLOURS["blue"], alpha=0.55, linewidths=0, label="head")
+    axes.scatter(x, values, s=14, color=COLORS["blue"], alpha=0.55, linewidths=0, label="head")
     marker = "" if len(layers) > 1 else "o"
-    axes.plot(layers, values.mean((0, 2)), color=COLOURS["orange"], marker=marker, label="mean of layer")
+    axes.plot(layers, values.mean((0, 2)), color=COLORS["orange"], marker=marker, label="mean of layer")
     axes.set(xlabel="layer", xlim=(0.5, len(layers) + 0.5), title=title)
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
 
 
 def overlay_heat(image: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The map [h, w], scaled to [0, 1], as colors over the image [H, W, 3] in grey."""
+    """The map [h, w], scaled to [0, 1], as colors over the image [H, W, 3] in gray."""
     (height, width), low, high = image.shape[:2], float(values.min()), float(values.max())
     scaled = (values - low) / (high - low) if high > low else np.zeros_like(values)
     large = Image.fromarray((255 * scaled).round().astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)

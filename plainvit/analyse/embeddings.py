@@ -35,7 +35,7 @@ def filters(model: ViT | ResNet, count: int = TILES) -> Filters:
     else:
         body = model.stem if isinstance(model, ViT) else model.body
         assert body is not None
-        kernels = body.root.standardised()
+        kernels = body.root.standardized()
     points = kernels.flatten(1).double().cpu().numpy()
     _, singular, components = np.linalg.svd(points - points.mean(0), full_matrices=False)
     components = components[:count]
@@ -46,7 +46,7 @@ def filters(model: ViT | ResNet, count: int = TILES) -> Filters:
 
 
 def filters_to_rgb(tiles: np.ndarray) -> np.ndarray:
-    """uint8 RGB: grey is 0; each tile is scaled by its largest absolute value."""
+    """uint8 RGB: gray is 0; each tile is scaled by its largest absolute value."""
     scale = abs(tiles).max((1, 2, 3), keepdims=True)
     levels = 127.5 + 127.5 * tiles / np.where(scale > 0, scale, 1)
     return levels.round().astype(np.uint8)

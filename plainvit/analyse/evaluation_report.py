@@ -85,8 +85,8 @@ def draw_calibration(bins: np.ndarray) -> figures.Figure:
     for number, (count, height) in enumerate(zip(images, accuracy, strict=True)):
         if count:
             opacity = 0.25 + 0.75 * float(np.sqrt(count / images.max()))
-            axes.bar((number + 0.5) * width, height, 0.92 * width, color=figures.COLOURS["blue"], alpha=opacity)
-    axes.plot([0, 1], [0, 1], color=figures.COLOURS["orange"], linewidth=1)
+            axes.bar((number + 0.5) * width, height, 0.92 * width, color=figures.COLORS["blue"], alpha=opacity)
+    axes.plot([0, 1], [0, 1], color=figures.COLORS["orange"], linewidth=1)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="accuracy")
     return figure
 

@@ -1,5 +1,5 @@
 /* Click a patch of an image to see its attention in every layer and head that the page contains. explorer.py writes the data:
-   maps[image][view] is the URL of a grey PNG with a row for each query (patches in reading order, then the token) and a column
+   maps[image][view] is the URL of a gray PNG with a row for each query (patches in reading order, then the token) and a column
    for each cell of pool x pool patches, scaled to the row's largest value; a last column has the token's fraction.
    largest[image][view][query] is that value in per mille. Views: for each layer its mean, then its heads if it is in
    layersWithHeads. `reads` names the tokens that the head of the model reads, if it does not read the patches. */
@@ -38,7 +38,7 @@
     return loadedImages.get(source);
   }
 
-  // The grey values of a map, one byte for each query and cell
+  // The gray values of a map, one byte for each query and cell
   async function readMap(source) {
     if (!decoded.has(source)) {
       const image = await load(source), [, context] = newCanvas(image.width, image.height);
@@ -57,10 +57,10 @@
     try { await drawMap(canvas, view); } finally { countPainting(-1); }
   }
 
-  // The image, dark where attention is low, or grey under a heat map; the selected patch has a frame
+  // The image, dark where attention is low, or gray under a heat map; the selected patch has a frame
   async function drawMap(canvas, { at, pool }) {
     const { image, query } = state, ticket = (canvas.ticket = (canvas.ticket || 0) + 1);
-    const photo = await load(data.images[image].source), grey = await readMap(data.maps[image][at]);
+    const photo = await load(data.images[image].source), gray = await readMap(data.maps[image][at]);
     if (ticket !== canvas.ticket) return; // another map was requested meanwhile
     const context = canvas.getContext("2d"), { width, height } = canvas;
     const down = Math.ceil(rows / pool), across = Math.ceil(columns / pool), cells = down * across;
@@ -68,26 +68,26 @@
     context.imageSmoothingEnabled = !data.crisp;
     context.drawImage(photo, 0, 0, width, height);
     if (state.heat) {
-      context.globalCompositeOperation = "saturation"; // with grey: the image without its colours
+      context.globalCompositeOperation = "saturation"; // with gray: the image without its colors
       context.fillStyle = "#808080";
       context.fillRect(0, 0, width, height);
       context.globalCompositeOperation = "source-over";
     }
     const [small, smallContext] = newCanvas(across, down), overlay = smallContext.createImageData(across, down);
-    for (let i = 0; i < cells; i++) overlay.data.set((state.heat ? heatColour : shade)(grey[first + i] / 255), 4 * i);
+    for (let i = 0; i < cells; i++) overlay.data.set((state.heat ? heatColor : shade)(gray[first + i] / 255), 4 * i);
     smallContext.putImageData(overlay, 0, 0);
     context.imageSmoothingEnabled = false; // the last row and column of cells may reach beyond the image
     context.drawImage(small, 0, 0, (width * across * pool) / columns, (height * down * pool) / rows);
     if (query < patches) drawFrame(context, query, width, height);
-    if (canvas === main && token) showToken(grey[first + cells] / 255);
+    if (canvas === main && token) showToken(gray[first + cells] / 255);
   }
 
   // The overlay of a pixel, [red, green, blue, alpha], by its fraction of the largest value
   const shade = (fraction) => [0, 0, 0, 165 * (1 - fraction)];
-  const COLOURS = [[13, 8, 65], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]]; // as in .ramp.heat
-  function heatColour(fraction) {
-    const at = fraction * (COLOURS.length - 1), low = Math.min(Math.floor(at), COLOURS.length - 2);
-    return [...COLOURS[low].map((from, i) => from + (at - low) * (COLOURS[low + 1][i] - from)), 190];
+  const COLORS = [[13, 8, 65], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]]; // as in .ramp.heat
+  function heatColor(fraction) {
+    const at = fraction * (COLORS.length - 1), low = Math.min(Math.floor(at), COLORS.length - 2);
+    return [...COLORS[low].map((from, i) => from + (at - low) * (COLORS[low + 1][i] - from)), 190];
   }
 
   function showToken(fraction) {

@@ -1,6 +1,6 @@
 """Interactive attention explorer: click a patch to see its attention in every layer and head.
 
-The report embeds attention as small grey PNGs, one for each image and view (the mean of a layer's heads, or one head).
+The report embeds attention as small gray PNGs, one for each image and view (the mean of a layer's heads, or one head).
 The class token has its own column in them and its own cell next to the image. What would make the file too large is
 pooled or omitted, and the report says so.
 """
@@ -75,7 +75,7 @@ def _list_plans(model: ViT, images: int) -> list[Plan]:
 class View(NamedTuple):
     """Attention of one image in one head, or the mean of the heads of a layer."""
 
-    grey: np.ndarray  # uint8 [queries, cells], each row scaled by its maximum
+    gray: np.ndarray  # uint8 [queries, cells], each row scaled by its maximum
     largest: np.ndarray  # [queries], the maxima in thousandths
 
 
@@ -101,8 +101,8 @@ def _make_view(model: ViT, attention: Tensor, pool: int) -> View:
     sums = F.avg_pool2d(patches[:, None], pool, ceil_mode=True, divisor_override=1).flatten(1)  # [queries, cells]
     largest = sums.amax(1, keepdim=True)
     scaled = torch.cat((sums / largest.clamp(min=torch.finfo(sums.dtype).tiny), token), 1)
-    grey = (255 * scaled).round().to(torch.uint8)
-    return View(grey.cpu().numpy(), (1000 * largest[:, 0]).round().int().cpu().numpy())
+    gray = (255 * scaled).round().to(torch.uint8)
+    return View(gray.cpu().numpy(), (1000 * largest[:, 0]).round().int().cpu().numpy())
 
 
 def explorer_section(subject: Subject, plan: Plan | None = None) -> tuple[Section, str]:
@@ -152,7 +152,7 @@ def _collect_data(subject: Subject, plan: Plan) -> dict[str, object]:
         "reads": "" if config.pool != "token" else f"class token{' and the distillation token' * config.distillation}",
         "heat": is_crisp or float(images.float().median()) < DARK,  # shading hides details of small and dark images
         "crisp": is_crisp,
-        "maps": [[data_url(Image.fromarray(view.grey), "png", optimize=True) for view in row] for row in views],
+        "maps": [[data_url(Image.fromarray(view.gray), "png", optimize=True) for view in row] for row in views],
         "largest": [[view.largest.tolist() for view in row] for row in views],
     }
 

@@ -5,7 +5,7 @@ from plainvit.analyse.figures import new_axes, save, styled, to_svg
 @styled()
 def losses(steps, values) -> Figure:
     figure, axes = new_axes()
-    axes.plot(steps, values, color=COLOURS["blue"])
+    axes.plot(steps, values, color=COLORS["blue"])
     return figure
 
 save(losses(steps, values), Path("figures/losses.png"))   # on white, for papers and slides
@@ -36,7 +36,7 @@ from plainvit.disk import write_atomically
 from plainvit.evaluate.outputs import write_rows
 
 # Okabe and Ito's color-blind-safe palette; an HTML page gives each name a second value for dark mode
-COLOURS = {
+COLORS = {
     "paper": "#ffffff",
     "ink": "#1d2329",
     "muted": "#66707a",
@@ -45,7 +45,7 @@ COLOURS = {
     "orange": "#d55e00",
     "green": "#009e73",
     "purple": "#a3568a",
-    "grey": "#a9b1b8",
+    "gray": "#a9b1b8",
 }
 PANEL = (4.6, 2.7)  # inches
 DPI = 150
@@ -54,13 +54,13 @@ _OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "
 _OTHER_SCRIPTS += ("Apple SD Gothic Neo", "Microsoft YaHei", "Malgun Gothic", "Yu Gothic", "Noto Sans Devanagari")
 _SETTINGS: dict[str, Any] = {
     "font.size": 8.5,
-    "text.color": COLOURS["ink"],
+    "text.color": COLORS["ink"],
     "axes.titlesize": 9,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 9,
-    "axes.labelcolor": COLOURS["muted"],
-    "axes.edgecolor": COLOURS["grey"],
+    "axes.labelcolor": COLORS["muted"],
+    "axes.edgecolor": COLORS["gray"],
     "axes.linewidth": 0.8,
     "axes.spines.left": False,
     "axes.spines.right": False,
@@ -70,23 +70,23 @@ _SETTINGS: dict[str, Any] = {
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.xmargin": 0.02,
-    "grid.color": COLOURS["line"],
+    "grid.color": COLORS["line"],
     "grid.linewidth": 0.8,
-    "xtick.color": COLOURS["grey"],
-    "xtick.labelcolor": COLOURS["muted"],
+    "xtick.color": COLORS["gray"],
+    "xtick.labelcolor": COLORS["muted"],
     "xtick.major.size": 3,
-    "ytick.color": COLOURS["grey"],
-    "ytick.labelcolor": COLOURS["muted"],
+    "ytick.color": COLORS["gray"],
+    "ytick.labelcolor": COLORS["muted"],
     "ytick.major.size": 0,
     "lines.linewidth": 1.7,
     "lines.solid_capstyle": "round",
     "lines.markersize": 3.5,
-    "legend.facecolor": COLOURS["paper"],
+    "legend.facecolor": COLORS["paper"],
     "legend.edgecolor": "none",
     "legend.framealpha": 0.85,
     "legend.fontsize": 7.5,
     "legend.borderaxespad": 0.2,
-    "legend.labelcolor": COLOURS["muted"],
+    "legend.labelcolor": COLORS["muted"],
     "legend.handlelength": 1.4,
     "figure.facecolor": "none",
     "svg.fonttype": "none",  # text stays text: small, and in the page's own font
@@ -126,7 +126,7 @@ def new_axes(panel: tuple[float, float] = PANEL) -> tuple[Figure, Axes]:
 @styled()
 def save(figure: Figure, path: Path) -> None:
     """Writes a PNG atomically."""
-    options = {"format": "png", "dpi": DPI, "facecolor": COLOURS["paper"]}
+    options = {"format": "png", "dpi": DPI, "facecolor": COLORS["paper"]}
     write_atomically(path, lambda target: figure.savefig(target, **options))
 
 
@@ -143,7 +143,7 @@ def to_svg(figure: Figure, label: str) -> str:
     assert opening, "matplotlib's svg has a viewBox"
     text = f'<svg viewBox="{opening[1]}" role="img" aria-label="{html.escape(label)}">' + text[opening.end() :]
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # ids must be unique in a page
-    variables = {color: f"var(--{name})" for name, color in COLOURS.items()}
+    variables = {color: f"var(--{name})" for name, color in COLORS.items()}
     return re.sub(r"(?<=: )#[0-9a-f]{6}(?=[;\"])", lambda match: variables.get(match[0], match[0]), text).strip()
 
 

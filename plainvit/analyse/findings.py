@@ -24,7 +24,7 @@ def analyse_filters(subject: Subject) -> Findings:
         "Embedding filters",
         f"Principal components of the {height} x {width} kernels of the first layer, with the variance that each "
         f"explains (together {explained:.0f} %). Smooth patterns and colors are learned; noise remains from the "
-        "initialization, and so do colors if the training images are grey. Grey is zero.",
+        "initialization, and so do colors if the training images are gray. Gray is zero.",
         drawings.draw_filters(filters),
         {"variance": filters.variance.tolist(), "tiles": filters.tiles.round(5).tolist()},
     )

@@ -16,7 +16,7 @@ from PIL import Image
 from rich.cells import cell_len, set_cell_size
 
 from plainvit.analyse import page
-from plainvit.analyse.figures import COLOURS, new_axes, number, printable, styled
+from plainvit.analyse.figures import COLORS, new_axes, number, printable, styled
 from plainvit.analyse.page import Html, Section
 from plainvit.data.decode import ImageError
 from plainvit.data.sources import Source
@@ -97,7 +97,7 @@ def draw_cells(cells: Sequence[Cell], columns: int = 0) -> Figure:
 
 
 def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
-    axes.add_patch(Rectangle((left, top), SIDE, SIDE, facecolor=COLOURS["line"], alpha=0.45, linewidth=0, zorder=-1))
+    axes.add_patch(Rectangle((left, top), SIDE, SIDE, facecolor=COLORS["line"], alpha=0.45, linewidth=0, zorder=-1))
     if cell.image is not None:  # centered; small images keep sharp pixels
         height, width = cell.image.shape[:2]
         h, w = SIDE * height / max(height, width), SIDE * width / max(height, width)
@@ -106,14 +106,14 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, top: float) -> None:
         axes.imshow(cell.image, extent=(x, x + w, y + h, y), interpolation=smoothing, aspect="auto")
     below: dict[str, Any] = {"va": "top", "parse_math": False, "clip_on": False}
     label = truncate(cell.label, 22 if math.isnan(cell.probability) else 15)
-    axes.text(left, top + SIDE + 0.07, label, fontsize=6.5, color=COLOURS["ink"], **below)
-    axes.text(left, top + SIDE + 0.19, truncate(cell.detail, 26, 10), fontsize=4.5, color=COLOURS["muted"], **below)
+    axes.text(left, top + SIDE + 0.07, label, fontsize=6.5, color=COLORS["ink"], **below)
+    axes.text(left, top + SIDE + 0.19, truncate(cell.detail, 26, 10), fontsize=4.5, color=COLORS["muted"], **below)
     if math.isnan(cell.probability):
         return
-    for length, color in ((1.0, COLOURS["line"]), (cell.probability, COLOURS["blue"])):
+    for length, color in ((1.0, COLORS["line"]), (cell.probability, COLORS["blue"])):
         axes.add_patch(Rectangle((left, top + SIDE + 0.02), SIDE * length, 0.025, facecolor=color, linewidth=0))
     percent = f"{cell.probability:.0%}"
-    axes.text(left + SIDE, top + SIDE + 0.07, percent, color=COLOURS["muted"], fontsize=6.5, ha="right", **below)
+    axes.text(left + SIDE, top + SIDE + 0.07, percent, color=COLORS["muted"], fontsize=6.5, ha="right", **below)
 
 
 def truncate(text: str, columns: int, ending: int = 0) -> str:

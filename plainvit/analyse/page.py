@@ -43,7 +43,7 @@ DARK = {
     "orange": "#f58b4c",
     "green": "#3cc79a",
     "purple": "#d690c0",
-    "grey": "#66717b",
+    "gray": "#66717b",
 }
 
 
@@ -112,7 +112,7 @@ def _anchor(title: str) -> str:
 def _make_stylesheet() -> str:
     light, dark = (
         "".join(f"--{name}:{color};" for name, color in colors.items())
-        for colors in (figures.COLOURS | {"soft": "#f3f5f6"}, DARK | {"soft": "#1e2327"})
+        for colors in (figures.COLORS | {"soft": "#f3f5f6"}, DARK | {"soft": "#1e2327"})
     )
     colors = f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
     return colors + _read("page.css")

@@ -225,8 +225,8 @@ def _masked_section(run: Run) -> Section | None:
         label = f"Images, masked images and predictions at step {step}"
         image = page.embed_image(pixels, label, max(pixels.shape[:2]))
         parts += [page.element("h3", f"Step {step:,}"), page.element("div", image, class_="scroll")]
-    note = "From top to bottom: held-out images, model input (masked patches in grey), predictions."
-    if run.config.get("masked", {}).get("normalise"):
+    note = "From top to bottom: held-out images, model input (masked patches in gray), predictions."
+    if run.config.get("masked", {}).get("normalize"):
         note += " Mean and contrast of each patch are taken from the image: they are not predicted."
     return page.make_section("Masked prediction", note, *parts) if parts else None
 

@@ -27,7 +27,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.models.inference import check_finite
 
-MIN_LABELLED = 16  # images needed for an accuracy
+MIN_LABELED = 16  # images needed for an accuracy
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Subject:
     def find_warnings(self) -> list[str]:
         """A warning for a model at chance level."""
         classes, count = self.predictor.classes, len(self.images)
-        if self.labels is None or count < MIN_LABELLED or classes < 2:
+        if self.labels is None or count < MIN_LABELED or classes < 2:
             return []
         correct = int((self.logits.argmax(-1) == self.labels).sum())
         if wilson(correct, count)[0] > 1 / classes:
@@ -115,7 +115,7 @@ def gather(predictor: Predictor, spec: str, split: str, data_root: str, count: i
         except (ImageError, OSError) as error:
             unreadable.append(f"{source.name(index)}: {error}")
     if not rows:
-        raise DataError(f"no image of {spec} can be read: {unreadable[0].splitlines()[0]}")
+        raise DataError(f"no image of {spec} can be read: {unreadable[0].splitlines()[0]} (see `plainvit data check`)")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()  # files are sorted by class
     images, names, labels = zip(*(rows[index] for index in order), strict=True)
     subject = Subject(predictor, torch.stack(images), list(names), None)
@@ -144,7 +144,7 @@ def _has_matching_classes(predictor: Predictor, source: Source) -> bool:
 
 
 def open_images(spec: str, split: str, data_root: str, model: str | Path = "") -> Source:
-    """A labelled dataset, without the training images of the model if possible; otherwise unlabelled images."""
+    """A labeled dataset, without the training images of the model if possible; otherwise unlabeled images."""
     if any(letter in spec for letter in "*?["):
         return find([spec], split=split or "test", data_root=data_root or None)
     try:

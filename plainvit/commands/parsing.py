@@ -41,7 +41,7 @@ class PixelFlags:
     mean: tuple[float, ...] = ()  # Mean that is subtracted from pixels in [0, 1]: one value or one per channel
     std: tuple[float, ...] = ()  # Standard deviation that pixels are divided by: one value or one per channel
     resize: Literal["squash", "crop", "squash-crop"] | None = None  # How to resize: ignore the aspect, crop, or both
-    crop: float | None = None  # Side kept by the centre crop, as a fraction of the resized side
+    crop: float | None = None  # Side kept by the center crop, as a fraction of the resized side
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] | None = None  # Interpolation when resizing
     antialias: Literal["on", "off"] | None = None  # Antialias when an image is made smaller (lanczos always does)
 

@@ -52,9 +52,9 @@ def train(recipe: str = "", /, *, settings: Settings, flags: RunFlags) -> Proces
 def finetune(recipe: str = "finetune", /, *, settings: Settings, flags: RunFlags) -> Processes | None:
     """Fine-tune pretrained weights on your images.
 
-    For example: plainvit finetune --init WEIGHTS --data photos/. First a linear head is fitted to frozen features, a
-    usable model within a minute or so; then all layers are trained from there, and the better model is kept. The
-    paper's recipes (ft-cifar10, ft-pets and others) start from a head of zeros.
+    For example: plainvit finetune --init WEIGHTS --data photos/. First fits a linear head on
+    frozen features, which gives a usable model in about a minute; then trains all layers and keeps the better model.
+    The paper's recipes (ft-cifar10, ft-pets and others) start with a zero-initialized head.
 
     Args:
         recipe: Name from `plainvit recipes 'ft-*'`, such as ft-pets; default: the recipe finetune

@@ -37,7 +37,7 @@ def export(
 ) -> None:
     """Write a model for ONNX Runtime, OpenVINO, torch.export or AOTInductor, compared with PyTorch.
 
-    An export is one graph for any batch size that includes the normalisation; class names and preprocessing are in its
+    An export is one graph for any batch size that includes the normalization; class names and preprocessing are in its
     metadata. Both models run on the same photos. If the outputs differ, nothing is written and the exit code is 4.
     --int8 measures the ranges of activations on half of the photos and compares the other half.
 
@@ -98,7 +98,7 @@ def bench(
         int8: Also measure int8 for onnx and openvino; needs --data or a run
         batches: Batch sizes
         seconds: Time to measure each format at each batch size
-        data: Labelled photos for the accuracy: a folder or a dataset; default: the test images of the run
+        data: Labeled photos for the accuracy: a folder or a dataset; default: the test images of the run
         images: Number of photos, spread over the data
     """
     from plainvit.serve import bench as measurements
@@ -121,9 +121,9 @@ class ServerFlags:
     #: Precision of the computation; auto: bf16 on a GPU, and on a CPU if it agrees with fp32 and is faster
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     device: Device = "auto"
-    neighbours: str = ""  # Training photos for "nearest training photos" on the page: a folder or a dataset
+    neighbors: str = ""  # Training photos for "nearest training photos" on the page: a folder or a dataset
     data_root: DataRoot = None
-    no_explain: bool = False  # Turn off /explain (attention maps) and the calibrated confidence
+    no_explain: bool = False  # Turn off /explain (attention maps) and the field confidence of /predict
 
 
 @dataclass(frozen=True, kw_only=True)

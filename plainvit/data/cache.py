@@ -15,8 +15,8 @@ import mmap
 import numpy as np
 
 from plainvit.config import Augment
+from plainvit.data.cores_and_memory import memory_budget
 from plainvit.data.decode import ImageError, decode, size
-from plainvit.data.machine import memory_budget
 from plainvit.data.sources import Source, Subset
 from plainvit.data.transforms import resize_image
 

@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from plainvit.data.content import map_images
+from plainvit.data.content_hash import map_images
 from plainvit.data.decode import DataError, ImageError, decode
 from plainvit.data.folders import order_classes
 from plainvit.data.imagenet import readable_names

@@ -30,8 +30,8 @@ def open_folder(folder: Path, split: str) -> Source:
         return _open_class_folders(folder, class_names(folder))
     if split not in folders:
         raise MissingSplitError(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
-    labelled = [folders["train"]] if "train" in folders else folders.values()
-    classes = order_classes({name for path in labelled for name in class_names(path)})
+    labeled = [folders["train"]] if "train" in folders else folders.values()
+    classes = order_classes({name for path in labeled for name in class_names(path)})
     return _open_class_folders(folders[split], classes)
 
 

@@ -5,7 +5,7 @@
     shapes:size=64,count=10000,classes=10      textured shapes on cluttered backgrounds, with known position and mask
 
 digits.npz is the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak; UCI Machine Learning
-Repository, 1998, CC BY 4.0), grey levels 0 to 16.
+Repository, 1998, CC BY 4.0), gray levels 0 to 16.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ def digits(split: str, only: str = "") -> Pixels:
     if not set(only) <= set("0123456789") or len(set(only)) != len(only):
         raise ValueError(f"digits has the classes 0 to 9, each named once: digits:01234; got {only!r}")
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
-        grey, labels = file["images"], file["labels"]
+        gray, labels = file["images"], file["labels"]
     numbers = np.arange(len(labels))
     chosen = {"test": numbers[::5], "train": numbers[numbers % 5 != 0]}.get(split)
     if chosen is None:
@@ -47,7 +47,7 @@ def digits(split: str, only: str = "") -> Pixels:
     chosen = chosen[np.isin(labels[chosen], kept)]
     new_labels = np.zeros(10, int)
     new_labels[kept] = np.arange(len(kept))
-    pixels = (grey[chosen].astype(np.float64) * (255 / 16)).round().astype(np.uint8)
+    pixels = (gray[chosen].astype(np.float64) * (255 / 16)).round().astype(np.uint8)
     rgb = np.repeat(pixels[..., None], 3, axis=-1)  # [N, 8, 8, 3]
     return Pixels(rgb, new_labels[labels[chosen]], tuple(only or "0123456789"), numbers[chosen])
 

@@ -44,7 +44,7 @@ for _name, _task in vtab.TASKS.items():
 
 
 def open_known(name: str, split: str, data_root: Path | None) -> Source:
-    """Open one split of a known set and check its number of classes."""
+    """Open one split of a known dataset and check its number of classes."""
     known = SETS[name]
     layout = describe_layout(name)
     if data_root is None:
@@ -75,7 +75,7 @@ def describe_layout(name: str) -> str:
 
 
 def find_known(spec: str) -> Known | None:
-    """The known set that `--data spec` means; a folder or file of that name comes first."""
+    """The known dataset that `--data spec` means; a folder or file of that name comes first."""
     return None if Path(spec).exists() else SETS.get(spec)
 
 

@@ -77,7 +77,7 @@ class Loader:
             self.randaugment = RandAugment(augment, size, self.device)
         self._draws = DRAWS + (self.randaugment.draws if self.randaugment else 0)
         # Color and erasing follow RandAugment, if there is one; flips come before it
-        self._augment_before = augment.replace(colour=0.0, erase=0.0) if self.randaugment else augment
+        self._augment_before = augment.replace(color=0.0, erase=0.0) if self.randaugment else augment
         self._augment_after = augment.replace(flip=0.0)
         extents = None
         if mode in ("auto", "resident"):
@@ -115,7 +115,7 @@ class Loader:
         with contextlib.closing(items):
             for step, (images, labels, index, bad) in items:
                 images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
-                if self.randaugment or self._augment_after.colour or self._augment_after.erase:
+                if self.randaugment or self._augment_after.color or self._augment_after.erase:
                     images = self._apply_randaugment(images, self._draw_uniforms(range(step, step + 1)))
                 yield Batch(images, labels, index.numpy(), bad)
 
@@ -143,7 +143,7 @@ class Loader:
         augment = self._augment_after
         if self.randaugment:
             images = self.randaugment(images, u[:, DRAWS:])
-        if augment.colour or augment.erase:
+        if augment.color or augment.erase:
             apply = self.resident.finish if self.resident else augment_batch
             images = apply(images, to_device(u, self.device), augment)
         return images

@@ -41,7 +41,7 @@ def mix(images: Tensor, targets: Tensor, augment: Augment, seed: int, step: int)
 
 
 def _draw_box(random: np.random.Generator, weight: float, height: int, width: int) -> tuple[int, int, int, int]:
-    """A rectangle of (1 - weight) of the area around a uniform centre, clipped at the border."""
+    """A rectangle of (1 - weight) of the area around a uniform center, clipped at the border."""
     side = (1 - weight) ** 0.5
     y, x = int(random.integers(height)), int(random.integers(width))
     half_h, half_w = int(height * side / 2), int(width * side / 2)

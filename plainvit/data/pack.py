@@ -19,7 +19,7 @@ import simplejpeg
 
 from plainvit.data.check import merge_classes, splits
 from plainvit.data.columns import write_table
-from plainvit.data.content import map_images
+from plainvit.data.content_hash import map_images
 from plainvit.data.decode import DataError, ImageError, decode, has_exif, size
 from plainvit.data.shards import INDEX, UNFINISHED
 from plainvit.data.sources import Source

@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional as V
 from plainvit.config import Augment
 from plainvit.data.transforms import to_device
 
-FILL = 128  # grey level of pixels that a moved image leaves empty
+FILL = 128  # gray level of pixels that a moved image leaves empty
 BINS = 31  # number of magnitudes
 MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
 LEVELS = ("Brightness", "Posterize", "Solarize", "Contrast", "AutoContrast", "Equalize")
@@ -96,15 +96,15 @@ class RandAugment:
 
 
 def _apply_operation(name: str, images: Tensor, amount: float) -> Tensor:
-    """One operation on grey levels; `amount` is negative for half of the images."""
+    """One operation on gray levels; `amount` is negative for half of the images."""
     apply = {
         "Brightness": lambda: V.adjust_brightness(images, 1 + amount),
         "Posterize": lambda: V.posterize(images, int(abs(amount))),
         "Solarize": lambda: V.solarize(images, 255 * abs(amount)),
         "AutoContrast": lambda: V.autocontrast(images),
         "Equalize": lambda: V.equalize(images),
-        "Contrast": lambda: _blend(images, _mean_grey(images), 1 + amount),
-        "Color": lambda: _blend(images, _to_grey(images), 1 + amount),
+        "Contrast": lambda: _blend(images, _mean_gray(images), 1 + amount),
+        "Color": lambda: _blend(images, _to_gray(images), 1 + amount),
         "Sharpness": lambda: _sharpen(images, 1 + amount),
     }
     return apply[name]()
@@ -155,14 +155,14 @@ def _make_maps(magnitudes: dict[str, float], size: tuple[int, int]) -> Tensor:
 def _add_scaled(x: Tensor, other: Tensor, alpha: float) -> Tensor:
     """x + alpha * other in fp32 with one rounding, as torch's vectorized code computes it for torchvision.
 
-    Its scalar code rounds twice, which may change a grey level. In fp64 the product is exact, so the result does not
+    Its scalar code rounds twice, which may change a gray level. In fp64 the product is exact, so the result does not
     depend on the batch or the device.
     """
     return x.double().add_(other, alpha=float(np.float32(alpha))).float()
 
 
-def _to_grey(images: Tensor) -> Tensor:
-    """Integer grey levels [n, 1, H, W] as floats, with torchvision's weights."""
+def _to_gray(images: Tensor) -> Tensor:
+    """Integer gray levels [n, 1, H, W] as floats, with torchvision's weights."""
     r, g, b = images.split(1, 1)
     return _add_scaled(_add_scaled(r.mul(0.2989), g, 0.587), b, 0.114).floor_()
 
@@ -171,9 +171,9 @@ def _blend(images: Tensor, other: Tensor, ratio: float) -> Tensor:
     return _add_scaled(images.mul(ratio), other, 1 - ratio).clamp_(0, 255).to(torch.uint8)
 
 
-def _mean_grey(images: Tensor) -> Tensor:
-    grey = _to_grey(images)  # integers: their sum is exact in any order
-    return (grey.sum((1, 2, 3), dtype=torch.float64).float() / grey[0].numel()).view(-1, 1, 1, 1)
+def _mean_gray(images: Tensor) -> Tensor:
+    gray = _to_gray(images)  # integers: their sum is exact in any order
+    return (gray.sum((1, 2, 3), dtype=torch.float64).float() / gray[0].numel()).view(-1, 1, 1, 1)
 
 
 def _sharpen(images: Tensor, ratio: float) -> Tensor:
@@ -189,16 +189,16 @@ def _sharpen(images: Tensor, ratio: float) -> Tensor:
 
 
 def three_augment(images: Tensor, u: Tensor) -> Tensor:
-    """Make each image grey, solarized or blurred; u [B, 2] (which one, how much) is on the host."""
+    """Make each image gray, solarized or blurred; u [B, 2] (which one, how much) is on the host."""
     kind = (u[:, 0].double() * 3).long()
     order = kind.argsort(stable=True)
     where, back, kernels = (
         to_device(x, images.device) for x in (order, order.argsort(), _make_gaussian_kernels(u[order, 1]))
     )
-    grey, solar, sharp = images[where].split(kind.bincount(minlength=3).tolist())
-    grey = _to_grey(grey).to(torch.uint8).expand_as(grey)
+    gray, solar, sharp = images[where].split(kind.bincount(minlength=3).tolist())
+    gray = _to_gray(gray).to(torch.uint8).expand_as(gray)
     solar = torch.where(solar >= 128, 255 - solar, solar)
-    return torch.cat((grey, solar, _blur(sharp, kernels[len(grey) + len(solar) :])))[back]
+    return torch.cat((gray, solar, _blur(sharp, kernels[len(gray) + len(solar) :])))[back]
 
 
 def _make_gaussian_kernels(u: Tensor) -> Tensor:

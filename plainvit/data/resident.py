@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plainvit.config import Augment
-from plainvit.data.content import map_images
+from plainvit.data.content_hash import map_images
+from plainvit.data.cores_and_memory import MEMORY_FRACTION, available_memory, memory_budget
 from plainvit.data.decode import ImageError, decode
-from plainvit.data.machine import MEMORY_FRACTION, available_memory, memory_budget
 from plainvit.data.sources import Source
 from plainvit.data.transforms import augment_batch, crop_boxes
 from plainvit.data.workers import check_bad_count, read_next
@@ -157,13 +157,13 @@ def _resize_rows(images: Tensor, start: Tensor, length: Tensor, out: int, pad: i
     Added tap by tap, not with a matmul, so that results do not depend on the batch size.
     """
     size, scale = images.shape[2], length / out  # [B, 1]
-    centre = start + (torch.arange(out, device=images.device) + 0.5) * scale  # [B, out]
+    center = start + (torch.arange(out, device=images.device) + 0.5) * scale  # [B, out]
     reach = scale.clamp(min=1)
-    first = (centre - reach).floor()
+    first = (center - reach).floor()
     total, weights = 0.0, 0.0
     for tap in range(2 * math.ceil(max((size + 2 * pad) / out, 1)) + 1):
         row = first + tap
-        weight = (1 - (row + 0.5 - centre).abs() / reach).clamp(min=0)
+        weight = (1 - (row + 0.5 - center).abs() / reach).clamp(min=0)
         weight = weight * ((row + 0.5 > start) & (row + 0.5 < start + length))
         inside = weight * ((row >= 0) & (row < size))
         index = row.clamp(0, size - 1).long()[:, None, :, None].expand(-1, images.shape[1], -1, images.shape[3])

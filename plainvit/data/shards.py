@@ -168,7 +168,7 @@ def _read_members(path: Path) -> Iterator[tuple[str, int, int]]:
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile also stops at a damaged header
                 raise tarfile.ReadError(f"invalid header at byte {archive.offset:,}")
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path} is truncated or not a tar file: {error}") from error
+        raise DataError(f"{path} is not a complete tar file ({error}): create or copy the shard again") from error
 
 
 def _parse_label(data: bytes, path: Path) -> int:

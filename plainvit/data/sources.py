@@ -4,7 +4,7 @@ photos/                       class folders, optionally inside train/ val/ test/
 photos/labels.csv             a list: file,label[,split]
 shards/, train.parquet        parquet as the Hugging Face hub stores it, a folder or one file; or tar shards
 hf:org/dataset                parquet from the hub
-cifar10, oxford-pets, ...     known sets, below the data root
+cifar10, oxford-pets, ...     known datasets, below the data root
 digits, shapes:size=64        built in
 
 source = open_source("photos/", split="train")
@@ -333,7 +333,7 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
     if "/" in spec or os.sep in spec or path.suffix:
         raise DataError(f"there is no folder or list of images at {spec}")
     names = (*known.SETS, "digits", "shapes")
-    raise ValueError(f"data {spec!r} is neither a folder nor a known set; {nearest(spec, names)}")
+    raise ValueError(f"data {spec!r} is neither a folder nor a known dataset; {nearest(spec, names)}")
 
 
 @functools.cache  # once for all splits

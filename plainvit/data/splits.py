@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from plainvit.config import LEAST_STEPS, Config, from_json
-from plainvit.data.content import CONTENT, content_numbers, sample_hash
+from plainvit.data.content_hash import CONTENT, content_numbers, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, Subset, open_source
@@ -45,12 +45,12 @@ class Splits:
 def open_splits(config: Config) -> Splits:
     """Open the splits of the data. Without a validation split, `holdout` takes it from the training images."""
     if not config.data:
-        raise ValueError("this run has no data: give --data FOLDER, or the name of a known set")
+        raise ValueError("this run has no data: give --data FOLDER, or the name of a known dataset")
     train = _open(config, "train")
     if train.labels.min() < 0:
         raise DataError(f"{config.data} has training images without a label: label or remove them")
     _check_classes(train, config)
-    val, test = _open_labelled(config, "val"), _open_labelled(config, "test")
+    val, test = _open_labeled(config, "val"), _open_labeled(config, "test")
     if val and test and _are_same_images(val, test):
         val = None
     if val is None and config.holdout > 0:
@@ -151,7 +151,7 @@ def _open(config: Config, split: str) -> Source:
     return open_source(config.data, split, data_root=config.data_root or None, exclude=config.exclude or None)
 
 
-def _open_labelled(config: Config, split: str) -> Source | None:
+def _open_labeled(config: Config, split: str) -> Source | None:
     """A split for evaluation, or None if it is missing or without labels, such as the test images of a competition."""
     try:
         source = _open(config, split)

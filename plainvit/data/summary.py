@@ -13,7 +13,7 @@ def summarize(data: str, data_root: str | Path | None = None) -> DataSummary:
     """Count the training images and classes, and read some images for their size and color."""
     source = open_source(data, "train", data_root=data_root or None)
     sides: list[int] = []
-    is_grey = True
+    is_gray = True
     error: ImageError | None = None
     for index in source.sample():
         try:
@@ -22,7 +22,7 @@ def summarize(data: str, data_root: str | Path | None = None) -> DataSummary:
             error = unreadable
             continue
         sides.append(min(image.shape[:2]))
-        is_grey = is_grey and bool((image == image[..., :1]).all())
+        is_gray = is_gray and bool((image == image[..., :1]).all())
     if not sides and error:
         raise error
-    return DataSummary(images=len(source), classes=len(source.classes), side=int(np.median(sides)), is_grey=is_grey)
+    return DataSummary(images=len(source), classes=len(source.classes), side=int(np.median(sides)), is_gray=is_gray)

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from plainvit.data.columns import Layout, ParquetFile, check_range, convert_labels, is_text, read_names
+from plainvit.data.cores_and_memory import memory_budget
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.folders import class_names
-from plainvit.data.machine import memory_budget
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, find_part
 
 IN_MEMORY = 4 * 2**30  # bytes of images that a process and its workers keep in memory at most

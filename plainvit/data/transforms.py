@@ -47,7 +47,7 @@ def _inception_boxes(u: Tensor, h: Tensor, w: Tensor, augment: Augment) -> Tenso
     first = fits.float().argmax(1, keepdim=True)  # the first that fits
     ch, cw = ch.gather(1, first).squeeze(1), cw.gather(1, first).squeeze(1)
     draws = tries.gather(1, first.unsqueeze(2).expand(-1, -1, 4)).squeeze(1)
-    # torchvision falls back to the centre, TensorFlow to the whole image
+    # torchvision falls back to the center, TensorFlow to the whole image
     fallback_h, fallback_w = _largest_center_crop(h, w, augment) if augment.crop == "inception" else (h, w)
     none = ~fits.any(1)
     ch, cw = torch.where(none, fallback_h, ch), torch.where(none, fallback_w, cw)
@@ -80,7 +80,7 @@ def _propose_tensorflow(u: Tensor, h: Tensor, w: Tensor, augment: Augment) -> tu
 
 
 def _largest_center_crop(h: Tensor, w: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
-    """torchvision's fallback: the largest centre crop within the aspect limits."""
+    """torchvision's fallback: the largest center crop within the aspect limits."""
     low, high = augment.aspect
     aspect = w / h
     ch = torch.where(aspect > high, h, torch.where(aspect < low, (w / low).round(), h))
@@ -150,7 +150,10 @@ def _resize_with_pillow(
 
 
 def preprocess_image(data: bytes | np.ndarray, preprocess: Preprocess, out: tuple[int, int]) -> Tensor:
-    """Preprocess an image for the model: uint8 [3, *out]. Used by evaluation, prediction and serving."""
+    """Resize and crop an image for the model: uint8 [3, *out]. Evaluation, prediction and serving use it.
+
+    `Preprocess` (model_config.py) decides how; it comes with the weights, from the config or from the caller.
+    """
     extent = size(data)
     target = out
     if preprocess.resize != "squash":
@@ -162,7 +165,7 @@ def preprocess_image(data: bytes | np.ndarray, preprocess: Preprocess, out: tupl
     smooth = preprocess.antialias and preprocess.interpolation != "nearest"
     pixels = decode(data, target if smooth else None)
     k = divisor(pixels, extent)
-    if target[0] * target[1] > PIXEL_LIMIT:  # a 1 x 30000 image would need gigabytes: enlarge only the centre
+    if target[0] * target[1] > PIXEL_LIMIT:  # a 1 x 30000 image would need gigabytes: enlarge only the center
         y, x = (extent[axis] * out[axis] / target[axis] / k for axis in (0, 1))
         top, left = ((extent[0] / k - y) / 2, (extent[1] / k - x) / 2)
         return _resize_with_pillow(pixels, out, preprocess.interpolation, (left, top, left + x, top + y))
@@ -179,8 +182,8 @@ def augment_batch(images: Tensor, u: Tensor, augment: Augment) -> Tensor:
     flip, colors, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 : DRAWS]
     if augment.flip:
         images = torch.where((flip < augment.flip).view(-1, 1, 1, 1), images.flip(-1), images)
-    if augment.colour:
-        images = _jitter_color(as_floats(images), 1 + (2 * colors - 1) * augment.colour)
+    if augment.color:
+        images = _jitter_color(as_floats(images), 1 + (2 * colors - 1) * augment.color)
     if augment.erase:
         images = _erase(images, holes, augment.erase)
     return images
@@ -200,18 +203,18 @@ def _jitter_color(images: Tensor, factors: Tensor) -> Tensor:
     """Brightness, contrast, saturation, in this order (torchvision shuffles it)."""
     brightness, contrast, saturation = (factors[:, i].view(-1, 1, 1, 1) for i in range(3))
     images = (images * brightness).clamp(0, 1)
-    grey = _to_grey(images)
-    images = torch.lerp(grey.mean((2, 3), keepdim=True).expand_as(images), images, contrast).clamp(0, 1)
-    return torch.lerp(_to_grey(images).expand_as(images), images, saturation).clamp(0, 1)
+    gray = _to_gray(images)
+    images = torch.lerp(gray.mean((2, 3), keepdim=True).expand_as(images), images, contrast).clamp(0, 1)
+    return torch.lerp(_to_gray(images).expand_as(images), images, saturation).clamp(0, 1)
 
 
-def _to_grey(images: Tensor) -> Tensor:
+def _to_gray(images: Tensor) -> Tensor:
     r, g, b = images.split(1, 1)
     return r * 0.299 + g * 0.587 + b * 0.114  # [B, 1, H, W]
 
 
 def _erase(images: Tensor, u: Tensor, probability: float) -> Tensor:
-    """Random erasing: a grey rectangle of 2-33 % of the area, aspect 0.3-3.3, with the given probability."""
+    """Random erasing: a gray rectangle of 2-33 % of the area, aspect 0.3-3.3, with the given probability."""
     _, _, height, width = images.shape
     area = (0.02 + u[:, 1] * (1 / 3 - 0.02)) * height * width
     aspect = torch.exp((2 * u[:, 4] - 1) * math.log(1 / 0.3))

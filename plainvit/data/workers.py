@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from plainvit.config import Preprocess
+from plainvit.data.cores_and_memory import count_cores, count_local_processes
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.machine import count_cores, count_local_processes
 from plainvit.data.order import uniforms
 from plainvit.data.sources import Source
 from plainvit.data.transforms import DRAWS, TRIES, crop_and_resize, crop_boxes, preprocess_image

@@ -27,7 +27,7 @@ import torch
 
 from plainvit.config import to_json
 from plainvit.data.columns import map_file, write_table
-from plainvit.data.content import CONTENT, sample_hash
+from plainvit.data.content_hash import CONTENT, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
 from plainvit.disk import make_folder, read_json, run_folder, run_settings, write_together

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plainvit.config import to_json
-from plainvit.data.content import content_stamp
+from plainvit.data.content_hash import content_stamp
 from plainvit.data.decode import DataError
 from plainvit.data.loader import evaluation_batches
 from plainvit.data.sources import Source

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from plainvit.data import known
-from plainvit.data.content import content_stamp
+from plainvit.data.content_hash import content_stamp
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.shards import has_tars
 from plainvit.data.sources import (

@@ -41,7 +41,7 @@ class LinearClassifier:
 
     def scores(self, features: Tensor) -> Tensor:
         """[M, K]."""
-        return standardize(features, self.mean, self.std) @ self.weights + self.bias
+        return standardise(features, self.mean, self.std) @ self.weights + self.bias
 
     def predict(self, features: Tensor) -> Tensor:
         """[M] classes."""
@@ -55,7 +55,7 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std + STD_EPS
 
 
-def standardize(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def standardise(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (features.double() - mean) / std
 
 
@@ -84,7 +84,7 @@ def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> Lin
     gram = l2 * torch.eye(width, dtype=torch.float64)
     sums = torch.zeros(classes, width, dtype=torch.float64)
     for part, part_labels in zip(features.split(ROWS), labels.split(ROWS), strict=True):
-        rows = standardize(part, mean, std)
+        rows = standardise(part, mean, std)
         gram.addmm_(rows.T, rows)
         sums.index_add_(0, part_labels, rows)
     cross = (2 * sums - sums.sum(0)).T  # X'Y for Y = 2 onehot - 1
@@ -153,7 +153,7 @@ def logistic(
     mean, std = moments(features)
     weights = start.weights.clone() if start else torch.zeros(features.shape[1], classes, dtype=torch.float64)
     bias = start.bias.clone() if start else torch.zeros(classes, dtype=torch.float64)
-    rows = standardize(features, mean, std)
+    rows = standardise(features, mean, std)
 
     def objective() -> Tensor:
         loss, weights.grad, bias.grad = _cross_entropy(rows, labels, weights, bias)

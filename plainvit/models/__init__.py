@@ -60,8 +60,8 @@ def create(
         model = build(config)
     model = model.to(dtype).to_empty(device=device)
     if seed is None or torch.device(device).type == "meta":
-        return model.initialise()
-    return model.initialise(torch.Generator(device).manual_seed(seed))
+        return model.initialize()
+    return model.initialize(torch.Generator(device).manual_seed(seed))
 
 
 def has_fast_path() -> bool:

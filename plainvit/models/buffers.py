@@ -41,7 +41,7 @@ def _per_channel(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
 
 
-class Normalise(nn.Module):
+class Normalize(nn.Module):
     """Pixels, uint8 or floats in [0, 1], to what the weights expect: (x - mean) / std, in fp32 or better."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -51,7 +51,7 @@ class Normalise(nn.Module):
         self.mean, self.std = ComputedBuffer(partial(_per_channel, mean)), ComputedBuffer(partial(_per_channel, std))
 
     def convert(self, images: Tensor, weight: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        """Checks the images' shape, where a model needs one size, and normalises them in the dtype of its weights."""
+        """Checks the images' shape, where a model needs one size, and normalizes them in the dtype of its weights."""
         expected = (self.channels, *(size or images.shape[2:]))
         if images.ndim != 4 or images.shape[1:] != expected:
             shape = ", ".join(map(str, (self.channels, *(size or ("height", "width")))))

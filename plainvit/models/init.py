@@ -25,7 +25,7 @@ def lecun_normal(weight: Tensor, generator: Generator | None) -> None:
 
 
 @torch.no_grad()
-def initialise_vit(model: "ViT", generator: Generator | None = None) -> None:
+def initialize_vit(model: "ViT", generator: Generator | None = None) -> None:
     """Draws every weight of a ViT by the scheme `config.init`."""
     config = model.config
     draw = {"google": _google, "timm": _timm}[config.init]
@@ -44,7 +44,7 @@ def initialise_vit(model: "ViT", generator: Generator | None = None) -> None:
         for weight in embedding.parameters():
             nn.init.uniform_(weight, -(embedding.in_features**-0.5), embedding.in_features**-0.5, generator)
     if model.stem:
-        initialise_resnet(model.stem, config.init, generator)
+        initialize_resnet(model.stem, config.init, generator)
 
 
 def _google(module: str, leaf: str, weight: Tensor, generator: Generator | None) -> None:
@@ -83,8 +83,8 @@ def _timm(module: str, leaf: str, weight: Tensor, generator: Generator | None) -
 
 
 @torch.no_grad()
-def initialise_resnet(model: "ResNet | Body", scheme: str, generator: Generator | None = None) -> None:
-    """Draws every weight of a ResNet. Standardised convolutions do not depend on the scale of their kernels."""
+def initialize_resnet(model: "ResNet | Body", scheme: str, generator: Generator | None = None) -> None:
+    """Draws every weight of a ResNet. Standardized convolutions do not depend on the scale of their kernels."""
     for name, weight in model.named_parameters():
         module, leaf = name.split(".")[-2:]
         if "norm" in module:

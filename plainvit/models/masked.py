@@ -1,6 +1,6 @@
-"""Masked image modelling around the same ViT: the paper's masked patch prediction (4.6) and MAE.
+"""Masked image modeling around the same ViT: the paper's masked patch prediction (4.6) and MAE.
 
-    net = MaskedViT(model, "mae", Masked(ratio=0.75, target="pixels", normalise=True))
+    net = MaskedViT(model, "mae", Masked(ratio=0.75, target="pixels", normalize=True))
     predictions = net.predict(images, order)  # [B, k, ...]: for the hidden patches alone
 
 `order` [B, n] lists the patches of each image, the k hidden ones first. MAE (arXiv 2111.06377) drops these before the
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from plainvit.config import Masked, Model, ViTConfig
 from plainvit.models.families import make_norm
-from plainvit.models.init import initialise_vit
+from plainvit.models.init import initialize_vit
 from plainvit.models.positions import Positions, sincos2d
 from plainvit.models.vit import Block, ViT, patchify
 
 Objective = Literal["masked", "mae"]
-COLOURS = 512  # 3 bits of each of red, green and blue
-CELLS = {"colour": 1, "colours16": 4}  # rows and columns of colours in a patch
+COLORS = 512  # 3 bits of each of red, green and blue
+CELLS = {"color": 1, "colors16": 4}  # rows and columns of colors in a patch
 
 
 def take(x: Tensor, patches: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def count_target_values(config: ViTConfig, masked: Masked) -> int:
     """The number of values predicted for a hidden patch."""
     if masked.target == "pixels":
         return config.channels * math.prod(config.patch)
-    return COLOURS * CELLS[masked.target] ** 2
+    return COLORS * CELLS[masked.target] ** 2
 
 
 def check_maskable(config: Model | None, objective: str, masked: Masked) -> None:
@@ -62,10 +62,10 @@ def check_maskable(config: Model | None, objective: str, masked: Masked) -> None
             f"--masked.target {masked.target} needs 3 channels, the model has {config.channels}: "
             "use --masked.target pixels"
         )
-    if masked.target == "colours16" and any(side % 4 for side in config.patch):
+    if masked.target == "colors16" and any(side % 4 for side in config.patch):
         patch = " x ".join(map(str, config.patch))
         raise ValueError(
-            f"--masked.target colours16 needs a patch divisible by 4, got {patch}: use --masked.target colour"
+            f"--masked.target colors16 needs a patch divisible by 4, got {patch}: use --masked.target color"
         )
     relative = config.posemb in ("relative", "bias") or config.rotary != "none"
     if objective == "mae" and (config.axial or relative or config.posemb_at != "stem"):
@@ -78,7 +78,7 @@ def check_maskable(config: Model | None, objective: str, masked: Masked) -> None
 class Decoder(nn.Module):
     """MAE's decoder: the encoded visible patches and a mask token per hidden one, through a few narrow blocks.
 
-    Its parts have the names of a ViT's, so that the same scheme initialises them.
+    Its parts have the names of a ViT's, so that the same scheme initializes them.
     """
 
     positions: Tensor
@@ -126,10 +126,10 @@ class MaskedViT(nn.Module):
         self.hidden, out = count_hidden_patches(config, masked), count_target_values(config, masked)
         self.mask = None if objective == "mae" else nn.Parameter(torch.empty(1, config.width))
         self.decoder = Decoder(config, masked, out) if objective == "mae" else nn.Linear(config.width, out)
-        self.initialise()
+        self.initialize()
 
     @torch.no_grad()
-    def initialise(self, generator: torch.Generator | None = None) -> Self:
+    def initialize(self, generator: torch.Generator | None = None) -> Self:
         """Draws all weights but those of the ViT itself; does nothing on the meta device.
 
         Mask tokens and the decoder's last layer follow MAE; the linear layer starts at 0, like heads.
@@ -140,7 +140,7 @@ class MaskedViT(nn.Module):
         if token.is_meta:
             return self
         if isinstance(decoder, Decoder):
-            initialise_vit(cast(Any, decoder), generator)
+            initialize_vit(cast(Any, decoder), generator)
             nn.init.xavier_uniform_(decoder.prediction.weight, generator=generator)
         else:
             nn.init.zeros_(decoder.weight)
@@ -174,7 +174,7 @@ class MaskedViT(nn.Module):
 
     def _embed(self, images: Tensor, patches: Tensor) -> Tensor:
         """The embeddings of the patches numbered `patches` [B, s] alone: [B, s, D]."""
-        pixels = self.model.normalise.convert(images, self.model.embedding.weight, self.model.config.image_size)
+        pixels = self.model.normalize.convert(images, self.model.embedding.weight, self.model.config.image_size)
         return self.model.embed_patches(take(patchify(pixels, self.model.config.patch), patches))
 
     def _select_positions(self, patches: Tensor, x: Tensor) -> Tensor:
@@ -187,6 +187,6 @@ class MaskedViT(nn.Module):
         return take(table, torch.cat((first, patches + positions.prefix), 1))
 
     def _encode(self, x: Tensor) -> Tensor:
-        """Normalises all tokens, also if the model normalises the pooled vector: here nothing is pooled."""
+        """Normalizes all tokens, also if the model normalizes the pooled vector: here nothing is pooled."""
         x = self.model.encode_tokens(x)
         return self.model.norm(x) if self.model.config.norm_pooled else x

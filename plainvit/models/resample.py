@@ -120,7 +120,7 @@ def resample_biases(table: Tensor, old: tuple[int, int], new: tuple[int, int], m
 
 
 def _resample_geometric(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Linear interpolation between points whose distances grow from the centre, as BEiT's biases vary most there.
+    """Linear interpolation between points whose distances grow from the center, as BEiT's biases vary most there.
 
     Distances are a geometric progression that reaches the largest new offset; values beyond the last point repeat it.
     """

@@ -1,4 +1,4 @@
-"""BiT ResNets (arXiv 1912.11370) and the ResNet that feeds a hybrid: standardised convolutions and GroupNorm.
+"""BiT ResNets (arXiv 1912.11370) and the ResNet that feeds a hybrid: standardized convolutions and GroupNorm.
 
     model = plainvit.create("BiT-R50x1")
     model = plainvit.create("R50x1+ViT-B/16")     # its stem is a Body of this file
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plainvit.config import About, ResNetConfig
-from plainvit.models.buffers import Normalise
-from plainvit.models.init import initialise_resnet
+from plainvit.models.buffers import Normalize
+from plainvit.models.init import initialize_resnet
 from plainvit.models.trace import Trace, note, number_layers
 
 
@@ -30,7 +30,7 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
 
 
 class StdConv(nn.Conv2d):
-    """A convolution that standardises its kernels to mean 0 and variance 1 per output channel."""
+    """A convolution that standardizes its kernels to mean 0 and variance 1 per output channel."""
 
     def __init__(self, config: ResNetConfig, c_in: int, c_out: int, kernel: int, stride: int = 1) -> None:
         padding = kernel // 2 if config.padding == "symmetric" else 0
@@ -39,7 +39,7 @@ class StdConv(nn.Conv2d):
         where, eps = config.standardise.split("+")
         self.eps_on_std, self.eps = where == "std", float(eps)
 
-    def standardised(self) -> Tensor:
+    def standardized(self) -> Tensor:
         """The kernels as they are applied."""
         var, mean = torch.var_mean(self.weight, dim=(1, 2, 3), correction=0, keepdim=True)
         scale = var.sqrt() + self.eps if self.eps_on_std else (var + self.eps).sqrt()
@@ -47,7 +47,7 @@ class StdConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         x = pad_same(x, self.kernel_size[0], self.stride[0]) if self.same else x
-        return F.conv2d(x, self.standardised(), None, self.stride, self.padding)
+        return F.conv2d(x, self.standardized(), None, self.stride, self.padding)
 
 
 def group_norm(config: ResNetConfig, channels: int) -> nn.GroupNorm:
@@ -136,15 +136,15 @@ class ResNet(nn.Module):
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         self.config, self.about = config, About()
-        self.normalise = Normalise(config.mean, config.std)
+        self.normalize = Normalize(config.mean, config.std)
         self.body = Body(config)
         self.head = nn.Linear(config.width, config.classes) if config.classes else None
-        self.initialise()
+        self.initialize()
 
-    def initialise(self, generator: torch.Generator | None = None) -> Self:
+    def initialize(self, generator: torch.Generator | None = None) -> Self:
         """Draws all weights by the scheme `config.init`; does nothing on the meta device."""
         if not self.body.root.weight.is_meta:
-            initialise_resnet(self, self.config.init, generator)
+            initialize_resnet(self, self.config.init, generator)
         return self
 
     def forward(self, images: Tensor, trace: Trace | None = None) -> Tensor:
@@ -164,7 +164,7 @@ class ResNet(nn.Module):
         return [trace[name] for name in names]
 
     def feature_map(self, images: Tensor, trace: Trace | None = None) -> Tensor:
-        x = self.normalise.convert(images, self.body.root.weight)
+        x = self.normalize.convert(images, self.body.root.weight)
         return note(trace, "encoded", self.body(note(trace, "pixels", x), trace))  # [B, C, H/32, W/32]
 
     def replace_head(self, classes: int) -> Self:

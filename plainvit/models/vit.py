@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from plainvit import device
 from plainvit.config import About, ViTConfig
-from plainvit.models.buffers import Normalise
+from plainvit.models.buffers import Normalize
 from plainvit.models.families import ACTIVATIONS, GeneralMlp, OffsetBias, QueryKeys, make_head, make_norm, make_qkv
-from plainvit.models.init import initialise_vit
+from plainvit.models.init import initialize_vit
 from plainvit.models.positions import Positions, RelativePositions
 from plainvit.models.resnet import Body
 from plainvit.models.trace import Trace, note, number_layers
@@ -177,7 +177,7 @@ class ViT(nn.Module):
         device.choose_attention_backend()
         self.config, self.about = config, About()
         D, layers = config.width, config.depth * (2 if config.axial else 1)
-        self.normalise = Normalise(config.mean, config.std)
+        self.normalize = Normalize(config.mean, config.std)
         self.stem = Body(config.stem) if config.stem else None
         in_channels = config.stem.width if config.stem else config.channels
         patch_values = in_channels * config.patch[0] * config.patch[1]
@@ -188,7 +188,7 @@ class ViT(nn.Module):
         self.registers = nn.Parameter(torch.empty(config.registers, D)) if config.registers else None
         tables = 0 if config.posemb in ("none", "relative", "bias") else layers if config.posemb_at == "every" else 1
         self.positions = nn.ModuleList(Positions(config) for _ in range(tables))
-        self.norm_tokens = make_norm(config, D) if config.norm_embedding == "tokens" else nn.Identity()
+        self.norm_tokens = make_norm(config, D) if config.norm_embedding == "tokens" else nn.Identity()  # CLIP's
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer, layers) for layer in range(layers))
         self.norm = make_norm(config, D) if config.norm == "pre" and config.norm_final else nn.Identity()
@@ -197,12 +197,12 @@ class ViT(nn.Module):
         self.projection = nn.Linear(D, config.projection, bias=False) if config.projection else None
         self.head = make_head(config) if config.classes else None
         self.head_distillation = nn.Linear(D, config.classes) if config.distillation and config.classes else None
-        self.initialise()
+        self.initialize()
 
-    def initialise(self, generator: torch.Generator | None = None) -> Self:
+    def initialize(self, generator: torch.Generator | None = None) -> Self:
         """Draws all weights by the scheme `config.init`; does nothing on the meta device."""
         if not self.embedding.weight.is_meta:
-            initialise_vit(self, generator)
+            initialize_vit(self, generator)
         return self
 
     def forward(self, images: Tensor, trace: Trace | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -226,7 +226,7 @@ class ViT(nn.Module):
 
     def embed(self, images: Tensor, trace: Trace | None = None) -> Tensor:
         """Eq. 1: images to tokens."""
-        x = self.normalise.convert(images, self.embedding.weight, self.config.image_size)  # [B, C, height, width]
+        x = self.normalize.convert(images, self.embedding.weight, self.config.image_size)  # [B, C, height, width]
         x = note(trace, "pixels", x)
         x = x if self.stem is None else self.stem(x, trace)
         x = note(trace, "patches", self.embed_patches(patchify(x, self.config.patch)))  # [B, h*w, D]

@@ -30,7 +30,7 @@ class Row(NamedTuple):
     data: Literal["imagenet", "imagenet21k"]
     level: str
     weight_decay: float
-    regularisation: float  # rate of dropout and of stochastic depth in the last block: 0.1 or 0
+    regularization: float  # rate of dropout and of stochastic depth in the last block: 0.1 or 0
     accuracy: str  # on ImageNet
     exaflops: str  # as `plainvit.planning.cost` counts them
 
@@ -56,7 +56,7 @@ def pretraining(name: str) -> Config:
     """A row of the table as a config."""
     row = ROWS[name]
     (operations, magnitude), mixup = LEVELS[row.level]
-    model = configure(row.model, classes=0, dropout=row.regularisation, stochastic_depth=row.regularisation)
+    model = configure(row.model, classes=0, dropout=row.regularization, stochastic_depth=row.regularization)
     if row.data == "imagenet":  # on ImageNet-21k the hidden layer of the head gained nothing and was unstable (3.2)
         model = model.replace(representation=model.width)
     return Config(

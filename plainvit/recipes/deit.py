@@ -88,7 +88,7 @@ DEIT3: dict[str, Third] = {
     "deit3-l16-i1k": Third("ViT-L/16", 192, 3e-3, 0.45, "84.9", "276"),
     "deit3-h14-i1k": Third("ViT-H/14", 154, 3e-3, 0.6, "85.2", "480"),
 }
-SQUARE = Preprocess(resize="crop", crop=1.0, interpolation="bicubic")  # resize the short side, centre crop with ratio 1
+SQUARE = Preprocess(resize="crop", crop=1.0, interpolation="bicubic")  # resize the short side, center crop with ratio 1
 
 
 def deit3(name: str) -> Config:
@@ -103,7 +103,7 @@ def deit3(name: str) -> Config:
         loss="binary",
         # Clipping is part of the LAMB implementation that it used
         optim=Optim(name="lamb", lr=row.lr, warmup=_warmup(2048), lr_end=1e-5, weight_decay=0.05, clip=1.0),
-        augment=Augment(three_augment=True, colour=0.3, repeats=3, **STRONG),
+        augment=Augment(three_augment=True, color=0.3, repeats=3, **STRONG),
         preprocess=SQUARE,
     )
 

@@ -32,7 +32,7 @@ def masked_b16_jft() -> Config:
         steps=1_000_000,
         batch=4096,
         objective="masked",
-        masked=Masked(ratio=0.5, target="colour"),
+        masked=Masked(ratio=0.5, target="color"),
         optim=Optim(lr=2e-4, warmup=10_000, weight_decay=0.1, clip=0.0),
         augment=Augment(crop="inception-tf"),
         preprocess=Preprocess(resize="crop", crop=0.875),
@@ -65,7 +65,7 @@ def mae_b16_i1k() -> Config:
         epochs=800,
         batch=4096,
         objective="mae",
-        masked=Masked(ratio=0.75, target="pixels", normalise=True, depth=8, width=512, heads=16),
+        masked=Masked(ratio=0.75, target="pixels", normalize=True, depth=8, width=512, heads=16),
         optim=Optim(lr=1.5e-4 * 4096 / 256, betas=(0.9, 0.95), warmup=40 / 800, weight_decay=0.05, clip=0.0),
         augment=Augment(area=(0.2, 1.0)),
         preprocess=Preprocess(resize="crop", crop=0.875, interpolation="bicubic"),
@@ -75,8 +75,8 @@ def mae_b16_i1k() -> Config:
 # Small: the models of recipes cifar10 and tiny-imagenet, which can start from the weights -----------------------------
 
 SMALL_MASKS: dict[str, dict[str, Any]] = {
-    "masked": {"ratio": 0.5, "target": "colour"},
-    "mae": {"ratio": 0.75, "target": "pixels", "normalise": True, "depth": 2, "width": 128, "heads": 4},
+    "masked": {"ratio": 0.5, "target": "color"},
+    "mae": {"ratio": 0.75, "target": "pixels", "normalize": True, "depth": 2, "width": 128, "heads": 4},
 }
 SMALL_COSTS = {
     "masked-cifar10": "not measured",
@@ -92,15 +92,15 @@ def _small(name: str) -> Config:
     MAE's encoder sees a quarter of the tokens: steps of four times as many images cost about as much.
     """
     objective, _, data = name.partition("-")
-    labelled = SUPERVISED[data]()
-    assert isinstance(labelled.model, ViTConfig)
-    return labelled.replace(
-        model=labelled.model.replace(stochastic_depth=0.0),
+    labeled = SUPERVISED[data]()
+    assert isinstance(labeled.model, ViTConfig)
+    return labeled.replace(
+        model=labeled.model.replace(stochastic_depth=0.0),
         epochs=250 if objective == "mae" else 200,
-        batch=labelled.batch * (4 if objective == "mae" else 1),
+        batch=labeled.batch * (4 if objective == "mae" else 1),
         objective=objective,
         masked=Masked(**SMALL_MASKS[objective]),
-        augment=labelled.augment.replace(randaugment=(0, 0), mixup=0.0, cutmix=0.0),
+        augment=labeled.augment.replace(randaugment=(0, 0), mixup=0.0, cutmix=0.0),
         ema_window=0.0,
     )
 
@@ -136,7 +136,7 @@ def mae_photos() -> Config:
         epochs=400,
         batch=256,
         objective="mae",
-        masked=Masked(ratio=0.75, target="pixels", normalise=True, depth=4, width=256, heads=8),
+        masked=Masked(ratio=0.75, target="pixels", normalize=True, depth=4, width=256, heads=8),
         optim=Optim(lr=6e-4, betas=(0.9, 0.95), warmup=0.05, weight_decay=0.05),
         augment=Augment(area=(0.2, 1.0)),
         evaluations=10,

@@ -108,7 +108,7 @@ def pretraining(name: str) -> Config:
             clip=data.clip,
         ),
         augment=Augment(crop="inception-tf"),
-        # Short side to 256, centre of 224; TensorFlow's "area" is closest to bilinear with antialiasing
+        # Short side to 256, center of 224; TensorFlow's "area" is closest to bilinear with antialiasing
         preprocess=Preprocess(resize="crop", crop=0.875),
     )
 

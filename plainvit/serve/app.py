@@ -25,10 +25,10 @@ from torch import Tensor
 
 from plainvit.data.decode import ImageError
 from plainvit.errors import NonFiniteError
-from plainvit.serve.batcher import DeadlineError, OverloadError
+from plainvit.serve.batcher import DeadlineError
 from plainvit.serve.explain import Explainer
 from plainvit.serve.requests import FormatError, SizeError, read_photos
-from plainvit.serve.service import Service, lower_priority
+from plainvit.serve.service import OverloadError, Service, lower_priority
 
 PAGE = Path(__file__).with_name("page")
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/openapi.json": "openapi.json"}

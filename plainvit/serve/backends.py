@@ -4,7 +4,7 @@
     backend.logits(images)
 
 Exports are written once per model into the cache folder, compared with PyTorch, and opened again at the next start. As
-in `load(optimise=True)`, bf16 is tried on CPUs that are faster at it. On a GPU, PyTorch is used.
+in `load(optimize=True)`, bf16 is tried on CPUs that are faster at it. On a GPU, PyTorch is used.
 """
 
 import hashlib
@@ -76,7 +76,8 @@ def open_backend(predictor: Predictor, kind: str, precision: str) -> Backend:
             export(predictor, make_noise(predictor), [kind], folder)  # pyright: ignore[reportArgumentType]
         backend = open_graph(file, precision)
     if precision == "bf16" and (difference := measure_difference(backend, predictor)) > TOLERANCE["bf16"]:
-        raise ValueError(f"its outputs differ from fp32 by {difference:.1%} of their standard deviation")
+        limit = f"the limit is {TOLERANCE['bf16']:.0%}: use --precision fp32"
+        raise ValueError(f"bf16 outputs differ from fp32 by {difference:.1%} of their standard deviation, {limit}")
     return backend
 
 

@@ -4,7 +4,8 @@
     logits = await batcher.submit(images, deadline)       # uint8 [n, 3, H, W] -> n rows, each a Tensor or an exception
 
 While the model computes, images queue up; when it is free, it takes the oldest, up to max_batch. So batches grow with
-the load and a lone request does not wait. If the model is free, the images of one request form one batch: the outputs
+the load and a lone request does not wait. It takes every image: `Service.admit` rejects requests when the queue is
+full. If the model is free, the images of one request form one batch: the outputs
 are those of the same batch offline, bit for bit.
 """
 
@@ -23,14 +24,6 @@ from plainvit.models.inference import check_finite
 
 Compute = Callable[[Tensor], Tensor]
 GROUP = 8  # results that are set without a pause; a response takes about 0.5 ms of the event loop
-
-
-class OverloadError(Exception):
-    """The queue is full: the client should retry after `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__("the server is busy: too many images are waiting")
-        self.seconds = seconds
 
 
 class DeadlineError(Exception):

@@ -30,25 +30,25 @@ from plainvit.evaluate.statistics import wilson
 
 SIMILAR = 200  # evaluated photos of similar confidence, at most a fifth of all
 MIN_EVALUATED = 50  # photos, for a statement about confidence
-NEIGHBOURS, THUMBNAIL = 6, 128  # photos, and their height and width in pixels
+NEIGHBORS, THUMBNAIL = 6, 128  # photos, and their height and width in pixels
 
 
 class Explainer:
     """Explains single images of one model."""
 
-    def __init__(self, predictor: Predictor, neighbours: str = "", data_root: str | Path | None = None) -> None:
+    def __init__(self, predictor: Predictor, neighbors: str = "", data_root: str | Path | None = None) -> None:
         self.predictor = predictor
         self.calibration = read_calibration(predictor.source)
         self.source: Source | None = None
         self.known: Features | None = None
-        if neighbours:
-            self.source = open_source(neighbours, "train", data_root=data_root)
+        if neighbors:
+            self.source = open_source(neighbors, "train", data_root=data_root)
             self.known = extract(predictor, self.source, cache=default_cache())
             self.known.features = F.normalize(self.known.features, dim=-1)
 
     def explain(self, image: Tensor, label: int | None = None) -> dict[str, Any]:
-        """Maps and neighbours of one image, uint8 [3, H, W]; `label` is the class of the gradient-weighted map."""
-        explanation: dict[str, Any] = {"image": encode_image(image, "PNG"), "neighbours": self.find_neighbours(image)}
+        """Maps and neighbors of one image, uint8 [3, H, W]; `label` is the class of the gradient-weighted map."""
+        explanation: dict[str, Any] = {"image": encode_image(image, "PNG"), "neighbors": self.find_neighbors(image)}
         model, batch = self.predictor.model, image[None].to(self.predictor.device)
         try:
             require_global_attention(model)
@@ -78,13 +78,13 @@ class Explainer:
         correct = int(right[near][nearest].sum())
         return {"right": correct, "of": count, "interval": wilson(correct, count)}
 
-    def find_neighbours(self, image: Tensor) -> list[dict[str, Any]]:
+    def find_neighbors(self, image: Tensor) -> list[dict[str, Any]]:
         """The training photos with the most similar features (cosine)."""
         if self.source is None or self.known is None:
             return []
         query = F.normalize(self.predictor.features(image[None]).cpu(), dim=-1)[0]
-        best = (self.known.features @ query).topk(min(NEIGHBOURS, len(self.known.features)))
-        neighbours = []
+        best = (self.known.features @ query).topk(min(NEIGHBORS, len(self.known.features)))
+        neighbors = []
         for similarity, row in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             try:
                 pixels = self.predictor.load_image(self.source.read(int(self.known.index[row])))
@@ -92,10 +92,10 @@ class Explainer:
                 continue
             label = int(self.known.labels[row])
             name = self.source.classes[label] if 0 <= label < len(self.source.classes) else ""
-            neighbours.append(
+            neighbors.append(
                 {"image": encode_image(pixels, "JPEG", THUMBNAIL), "label": name, "similarity": similarity}
             )
-        return neighbours
+        return neighbors
 
 
 def read_calibration(source: str | Path) -> tuple[np.ndarray, np.ndarray] | None:

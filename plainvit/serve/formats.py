@@ -5,7 +5,7 @@
     graph = open_graph(Path("model.onnx"))
     graph.logits(images)                      # the methods that the batcher calls on a Predictor
 
-A graph takes images [B, 3, H, W], uint8 or floats in [0, 1], for any B; the normalisation is inside. Its outputs are
+A graph takes images [B, 3, H, W], uint8 or floats in [0, 1], for any B; the normalization is inside. Its outputs are
 `logits` [B, K], where the model has a head, and `features` [B, D]. Class names and preprocessing are in the metadata.
 pt2 and aoti files are loaded by PyTorch's own code, which trusts them: open only those that you wrote.
 """
@@ -76,18 +76,18 @@ def trace_program(model: nn.Module, uint8: bool = True) -> ExportedProgram:
     if not isinstance(model, ViT | ResNet):
         raise ValueError(f"{type(model).__name__} models cannot be exported: only the models of plainvit can")
     module = ExportModule(copy.deepcopy(model).cpu().float()).eval()
-    _fold_standardisation(module)
+    _fold_standardization(module)
     size, dtype = (2, model.config.channels, *model.config.image_size), torch.uint8 if uint8 else torch.float32
     with torch.no_grad(), _explicit_formulas(model):
         return torch.export.export(module, (torch.zeros(size, dtype=dtype),), dynamic_shapes=({0: Dim("batch")},))
 
 
-def _fold_standardisation(module: nn.Module) -> None:
-    """Computes the standardised weights of BiT's convolutions once, so that they are constants."""
+def _fold_standardization(module: nn.Module) -> None:
+    """Computes the standardized weights of BiT's convolutions once, so that they are constants."""
     for conv in module.modules():
         if isinstance(conv, StdConv):
-            conv.weight = nn.Parameter(conv.standardised().detach())
-            conv.standardised = lambda conv=conv: conv.weight
+            conv.weight = nn.Parameter(conv.standardized().detach())
+            conv.standardized = lambda conv=conv: conv.weight
 
 
 @contextlib.contextmanager

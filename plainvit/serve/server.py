@@ -48,7 +48,7 @@ def load_app(
     backend: Name = "auto",
     precision: Precision = "auto",
     device: str = "auto",
-    neighbours: str = "",
+    neighbors: str = "",
     data_root: Path | None = None,
     no_explain: bool = False,
     token: str = "",
@@ -67,7 +67,7 @@ def load_app(
         print(f"{name}: backend {chosen}{f' (images/s: {measured})' if measured else ''}", flush=True)
         services.append(Service(name, predictor, limits, compute, metrics))
         if not no_explain:
-            explainers[name] = Explainer(predictor, neighbours, data_root)
+            explainers[name] = Explainer(predictor, neighbors, data_root)
     gc.collect()
     gc.freeze()  # a full collection would look at all objects of the libraries: a pause of 150 ms
     return Application(services, explainers, token=token, hosts=hosts)

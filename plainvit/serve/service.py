@@ -3,7 +3,8 @@
     service = Service("photos", Predictor("runs/photos"), Limits())
     await service.run("logits", [photo], time.monotonic() + 10)
 
-Every limit is checked before memory is allocated for what it limits. A photo that cannot be decoded, or that the model
+Every limit is checked before memory is allocated for what it limits; `admit` raises OverloadError when the queue is
+full. A photo that cannot be decoded, or that the model
 fails on, is an exception in its place; the others of the request are answered.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from plainvit.data.decode import ImageError
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.backends import Backend
-from plainvit.serve.batcher import Batcher, DeadlineError, OverloadError
+from plainvit.serve.batcher import Batcher, DeadlineError
 from plainvit.serve.metrics import Metrics
 from plainvit.serve.requests import Limits, check_photo
 
@@ -31,6 +32,14 @@ def lower_priority() -> None:
     """Lets the event loop respond while the model computes: on Linux, threads that a thread starts inherit it."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+class OverloadError(Exception):
+    """The queue is full: the client should retry after `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("the server is busy: too many images are waiting")
+        self.seconds = seconds
 
 
 class Service:

@@ -1,6 +1,6 @@
 """Claims 1, 2, 9, 16, 18, 30, 31 and 32: choices inside a ViT, each compared with its alternatives.
 
-    plainvit study positions --budget cpu          also position-places, regularisation, stochastic-depth, pooling,
+    plainvit study positions --budget cpu          also position-places, regularization, stochastic-depth, pooling,
                                                    axial, norm-place, activation
 
 In the grid of regularization nothing else regularizes: no mixing of images, no stochastic depth. On a GPU its runs
@@ -12,7 +12,7 @@ from itertools import combinations
 
 from plainvit.config import Config
 from plainvit.planning import cost
-from plainvit.studies.bases import base, by_adamw, complete_model, plain, vit
+from plainvit.studies.base_configs import base, by_adamw, complete_model, plain, vit
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
 from plainvit.studies.verdict import Criterion, fact
@@ -52,7 +52,7 @@ def place_criteria(results: Results) -> list[Criterion]:
     ]
 
 
-# 9 and 31: regularisation ---------------------------------------------------------------------------------------------
+# 9 and 31: regularization ---------------------------------------------------------------------------------------------
 
 DECAYS, DROPOUTS = (0.0, 0.03, 0.1, 0.3), (0.0, 0.1)
 NONE = "decay 0, dropout 0"
@@ -186,7 +186,7 @@ def activation_arms(budget: Budget) -> dict[str, Arm]:
 STUDIES = (
     define("positions", position_arms, position_criteria, runs=8),
     define("position-places", place_arms, place_criteria, xlabel=", ".join(PLACES), runs=8),
-    define("regularisation", grid_arms, grid_criteria, measure=halves, xlabel="weight decay", runs=8),
+    define("regularization", grid_arms, grid_criteria, measure=halves, xlabel="weight decay", runs=8),
     define("stochastic-depth", depth_arms, lambda results: [results.not_worse("stochastic depth", "dropout")]),
     define("pooling", pooling_arms, pooling_criteria, measure=halves, xlabel="learning rate", runs=8),
     define("axial", axial_arms, axial_criteria, runs=8),

@@ -15,7 +15,7 @@ import numpy as np
 
 from plainvit.config import STEM_NUMERICS, Model, ResNetConfig
 from plainvit.planning import cost
-from plainvit.studies.bases import base, by_adamw, complete_model, vit
+from plainvit.studies.base_configs import base, by_adamw, complete_model, vit
 from plainvit.studies.study import Arm, Budget, Results, define
 from plainvit.studies.verdict import Criterion, slope_weights
 

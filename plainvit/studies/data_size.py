@@ -13,7 +13,7 @@ from functools import partial
 
 from plainvit.config import Config, Model, ResNetConfig
 from plainvit.planning.datasets import IMAGES
-from plainvit.studies.bases import by_adamw, plain, pretrain_config, vit
+from plainvit.studies.base_configs import by_adamw, plain, pretrain_config, vit
 from plainvit.studies.compute import models, slopes
 from plainvit.studies.measures import overfitting
 from plainvit.studies.study import MARGIN, Arm, Budget, Results, define

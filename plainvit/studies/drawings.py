@@ -12,11 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from plainvit.analyse.figures import COLOURS, PANEL, new_figure, styled
+from plainvit.analyse.figures import COLORS, PANEL, new_figure, styled
 from plainvit.studies.claims import METRIC_TITLES, PERCENT
 from plainvit.studies.study import Results, Study
 
-SERIES = [COLOURS[name] for name in ("blue", "orange", "green", "purple", "grey", "ink")]  # one for each curve
+SERIES = [COLORS[name] for name in ("blue", "orange", "green", "purple", "gray", "ink")]  # one for each curve
 
 
 @styled()
@@ -55,8 +55,8 @@ def draw_arms(axes: Axes, results: Results) -> None:
     shown = choose_shown(results)
     for x, arm in enumerate(shown):
         values = _scale(results) * np.array(results.samples(arm))
-        axes.plot([x - 0.25, x + 0.25], [values.mean()] * 2, color=COLOURS["blue"], linewidth=2.4)
-        draw_dots(axes, x, values, COLOURS["blue"])
+        axes.plot([x - 0.25, x + 0.25], [values.mean()] * 2, color=COLORS["blue"], linewidth=2.4)
+        draw_dots(axes, x, values, COLORS["blue"])
     _label_arms(axes, list(shown.values()))
     axes.set_title(METRIC_TITLES.get(results.metric, results.metric))
 
@@ -84,7 +84,7 @@ def draw_paper(axes: Axes, shown: Mapping[str, Any]) -> None:
     """The paper's printed numbers: bars by name, or points [x, y] by curve."""
     axes.set_title(shown["title"])
     for x, value in enumerate(shown.get("bars", {}).values()):
-        axes.plot([x - 0.25, x + 0.25], [value] * 2, color=COLOURS["ink"], linewidth=2.4)
+        axes.plot([x - 0.25, x + 0.25], [value] * 2, color=COLORS["ink"], linewidth=2.4)
     if "bars" in shown:
         _label_arms(axes, list(shown["bars"]))
         return

@@ -10,7 +10,7 @@ from functools import cache
 from plainvit.config import Config, Model, ViTConfig, pair
 from plainvit.planning.cost import macs
 from plainvit.planning.datasets import count_training_images
-from plainvit.studies.bases import base, complete_model
+from plainvit.studies.base_configs import base, complete_model
 from plainvit.studies.study import Arm
 from plainvit.studies.transfer import published_model
 

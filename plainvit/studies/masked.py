@@ -10,9 +10,9 @@ pre-trained weights on the downstream dataset, over upstream runs with labels th
 import numpy as np
 from matplotlib.figure import Figure
 
-from plainvit.analyse.figures import COLOURS, PANEL, new_axes, styled
+from plainvit.analyse.figures import COLORS, PANEL, new_axes, styled
 from plainvit.config import Config, Masked
-from plainvit.studies.bases import finetune_config, finetune_rates, plain, pretrain_config, vit
+from plainvit.studies.base_configs import finetune_config, finetune_rates, plain, pretrain_config, vit
 from plainvit.studies.measures import halves, with_few_shot
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
 from plainvit.studies.verdict import Criterion, bootstrap, rank_correlations
@@ -119,7 +119,7 @@ def draw_few_shot(results: Results) -> Figure:
     few, top1 = (
         100 * np.array([results.samples(arm, metric) for arm in results.values]) for metric in ("few_shot", "top1")
     )
-    panel.scatter(few, top1, s=24, color=COLOURS["blue"], alpha=0.7, linewidths=0)
+    panel.scatter(few, top1, s=24, color=COLORS["blue"], alpha=0.7, linewidths=0)
     panel.set(xlabel="5-shot, before fine-tuning, %", title="fine-tuned, held-out top-1, %")
     return figure
 

@@ -91,4 +91,4 @@ def load_model(config: Config, folder: Path) -> ViT:
     if config.steps or config.epochs:
         return require_vit(load(folder))
     assert config.model
-    return require_vit(build(config.model).initialise(torch.Generator().manual_seed(config.seed))).eval()
+    return require_vit(build(config.model).initialize(torch.Generator().manual_seed(config.seed))).eval()

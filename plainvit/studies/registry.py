@@ -16,7 +16,7 @@ from plainvit.recipes import import_file
 if TYPE_CHECKING:  # loads torch
     from plainvit.studies.study import Study
 
-FILES = ("choices", "data_size", "transfer", "compute", "scaling", "optimisers", "learned", "masked", "speed")
+FILES = ("choices", "data_size", "transfer", "compute", "scaling", "optimizers", "learned_structure", "masked", "speed")
 
 
 def studies() -> "dict[str, Study]":

@@ -26,7 +26,7 @@ from plainvit.studies.claims import BUDGETS, METRIC_TITLES, PERCENT, read_claims
 from plainvit.studies.verdict import describe_effect
 
 OLD_OUTCOMES = ("reproduced", "not reproduced", "not decided")  # outcomes of 0.1
-COLOURS = {"supported": "green", "contradicted": "red", "inconclusive": "yellow"}
+COLORS = {"supported": "green", "contradicted": "red", "inconclusive": "yellow"}
 NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "why", "metric", "values", "command")
 NEEDED += ("seconds", "environment")
 UNNUMBERED = "Number 29, the VTAB groups (Figure 2), has no decision rule: see `plainvit vtab`."
@@ -71,7 +71,7 @@ def read_verdict(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(str(error).splitlines()[0]) from error
     missing = [name for name in NEEDED if name not in record]
-    if missing or record["outcome"] not in (*COLOURS, *OLD_OUTCOMES) or record["study"] != file.parent.name:
+    if missing or record["outcome"] not in (*COLORS, *OLD_OUTCOMES) or record["study"] != file.parent.name:
         problem = f"{missing[0]!r} is missing" if missing else "wrong study name or unknown outcome"
         raise DataError(f"{file} is not a valid verdict ({problem}): remove {file.parent} and run the study again")
     return record
@@ -120,7 +120,7 @@ def render_summary(records: Sequence[Mapping[str, Any]], out: Path) -> Group:
     """Verdicts with a line for each criterion, and the path of the report."""
     lines: list[Text] = []
     for record in records:
-        head = (f"{record['study']}: ", "bold"), (record["outcome"], COLOURS.get(record["outcome"], ""))
+        head = (f"{record['study']}: ", "bold"), (record["outcome"], COLORS.get(record["outcome"], ""))
         lines.append(Text.assemble(*head, f", {count_runs(record)}"))
         lines += [
             Text(f"  {name} {effect} ({need}), {holds}") for name, effect, need, *_, holds in _criterion_rows(record)
@@ -157,7 +157,7 @@ def make_report(out: Path) -> str:
 
 def _introduction(records: Mapping[str, Mapping[str, Any]], count: int, *, own: bool) -> Iterator[str]:
     counts = Counter(record["outcome"] for record in records.values() if is_current(record))
-    outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLOURS if counts[outcome])
+    outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLORS if counts[outcome])
     if own:
         yield "# Studies"
         yield "Your own claims. The arms and the rule of each study are in the file that its command names."

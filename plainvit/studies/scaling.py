@@ -15,7 +15,7 @@ import numpy as np
 
 from plainvit.config import Config, ViTConfig
 from plainvit.planning import cost
-from plainvit.studies.bases import base, complete_model, vit
+from plainvit.studies.base_configs import base, complete_model, vit
 from plainvit.studies.study import Arm, Budget, Results, define
 from plainvit.studies.verdict import Criterion, bootstrap, correlations, fact
 

@@ -24,7 +24,7 @@ from plainvit.data.splits import open_splits
 from plainvit.models import ViT, build
 from plainvit.models.init import lecun_normal
 from plainvit.names import configure
-from plainvit.studies.bases import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
+from plainvit.studies.base_configs import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
 from plainvit.studies.verdict import Criterion, above, welch
@@ -95,7 +95,7 @@ def redraw_positions(before: Path, config: Config) -> ViT:
     """The weights before it at the config's size, with positions as they are before training."""
     old = require_vit(load(before))
     model = require_vit(build(old.config.replace(image_size=pair(config.image_size))))
-    model.initialise(torch.Generator().manual_seed(config.seed))
+    model.initialize(torch.Generator().manual_seed(config.seed))
     kept = {name: value for name, value in old.state_dict().items() if not name.startswith("positions.")}
     model.load_state_dict(model.state_dict() | kept)
     model.about = old.about

@@ -62,8 +62,8 @@ def contrast(samples: Sequence[tuple[float, Any]]) -> Estimate:
     variances = [
         weight**2 * runs.var(-1, ddof=1) / runs.shape[-1] for weight, runs in zip(weights, values, strict=True)
     ]
-    below = sum(variance**2 / (count - 1) for variance, count in zip(variances, counts, strict=True))
-    freedom = np.where(below > 0, sum(variances) ** 2 / np.maximum(below, np.finfo(float).tiny), 1.0)[()]
+    denominator = sum(variance**2 / (count - 1) for variance, count in zip(variances, counts, strict=True))
+    freedom = np.where(denominator > 0, sum(variances) ** 2 / np.maximum(denominator, np.finfo(float).tiny), 1.0)[()]
     return Estimate(effect, np.sqrt(sum(variances)), freedom, sum(counts), min(counts))
 
 

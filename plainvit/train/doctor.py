@@ -67,7 +67,7 @@ def describe_bf16(speed: device.CpuSpeed) -> str:
     if not speed.bf16:
         return "not used: it could not be measured"
     times = f"a training step of a block takes {1000 * speed.bf16:.0f} ms, in fp32 {1000 * speed.fp32:.0f} ms"
-    use = "used by finetune and load(optimise=True)" if speed.prefers_bf16 else "not used"
+    use = "used by finetune and load(optimize=True)" if speed.prefers_bf16 else "not used"
     return f"{use}: {times} ({speed.gain:.2g}x)"
 
 

@@ -6,7 +6,7 @@
 The paper (4.6, B.1.2) corrupts 50 % of the patch embeddings: 80 % of these become a learned mask embedding, 10 %
 another patch's, 10 % stay. It leaves details open. Here each image has exactly that fraction hidden, so that shapes are
 fixed; each hidden patch is corrupted independently, as in BERT; the other patch is one of the same image, so that the
-rest of a batch does not matter; a colour's 3 bits are the highest of the mean's 8.
+rest of a batch does not matter; a color's 3 bits are the highest of the mean's 8.
 Masks follow from (seed, step, position in the batch), those of held-out images from the image alone.
 """
 
@@ -28,7 +28,7 @@ from plainvit.data.order import uniforms
 from plainvit.data.transforms import as_floats, preprocess_image
 from plainvit.evaluate.classify import EvaluationSet
 from plainvit.models.inference import NonFiniteError, eval_mode
-from plainvit.models.masked import CELLS, COLOURS, MaskedViT, take
+from plainvit.models.masked import CELLS, COLORS, MaskedViT, take
 from plainvit.models.vit import ViT, patchify
 from plainvit.train.state import autocast
 
@@ -49,7 +49,7 @@ class PredictPatches(MaskedViT):
         if model.pool is not None:  # nothing is pooled, and DDP needs a gradient for every trained parameter
             model.pool.requires_grad_(False)
         self.config, self.rank = config, rank
-        self.initialise(torch.Generator().manual_seed(config.seed))
+        self.initialize(torch.Generator().manual_seed(config.seed))
 
     def make_inputs(self, batch: Batch, step: int) -> tuple[Tensor, ...]:
         """(images, order) and, unless hidden patches are dropped, the source of each token."""
@@ -76,20 +76,20 @@ class PredictPatches(MaskedViT):
         return order, torch.arange(n, device=order.device).expand(B, n).scatter(1, hidden, source)
 
     def forward(self, images: Tensor, order: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(mean loss, images times the fraction of correct colours); the latter is NaN for pixels."""
+        """(mean loss, images times the fraction of correct colors); the latter is NaN for pixels."""
         predicted = self.predict(images, order, source)
         predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
         hidden = order[:, : self.hidden]
         if self.masked.target == "pixels":
             loss = F.mse_loss(predicted, self.pixels(images, hidden))
             return loss, loss.new_full((), float("nan"))
-        targets = self.colours(images, hidden)  # [B, k, cells]
-        logits = predicted.view(*targets.shape, COLOURS)
+        targets = self.colors(images, hidden)  # [B, k, cells]
+        logits = predicted.view(*targets.shape, COLORS)
         correct = (logits.argmax(-1) == targets).float().mean((1, 2)).sum()
         return F.cross_entropy(logits.flatten(0, 2), targets.flatten()), correct
 
-    def colours(self, images: Tensor, hidden: Tensor) -> Tensor:
-        """The mean colour of each cell of each patch, as one of 512: [B, k, cells]."""
+    def colors(self, images: Tensor, hidden: Tensor) -> Tensor:
+        """The mean color of each cell of each patch, as one of 512: [B, k, cells]."""
         (P, Q), c = self.model.config.patch, CELLS[self.masked.target]
         x = take(patchify(images, (P, Q)), hidden)  # [B, k, 3*P*Q]
         x = x.view(*hidden.shape, 3, c, P // c, c, Q // c)
@@ -101,9 +101,9 @@ class PredictPatches(MaskedViT):
         return r * 64 + g * 8 + b
 
     def pixels(self, images: Tensor, hidden: Tensor) -> Tensor:
-        """Normalized pixels, with --masked.normalise each patch by its own mean and std: [B, k, C*P*Q]."""
-        x = take(patchify(self.model.normalise(images), self.model.config.patch), hidden)
-        if not self.masked.normalise:
+        """Normalized pixels, with --masked.normalize each patch by its own mean and std: [B, k, C*P*Q]."""
+        x = take(patchify(self.model.normalize(images), self.model.config.patch), hidden)
+        if not self.masked.normalize:
             return x
         mean, std = patch_moments(x)
         return (x - mean) / std
@@ -116,8 +116,8 @@ class PredictPatches(MaskedViT):
         patches = patchify(as_floats(images), self.model.config.patch)  # [B, n, C*P*Q]
         identity = torch.arange(order.shape[1], device=order.device).expand_as(order)
         source = tensors[2] if len(tensors) > 2 else identity.scatter(1, hidden, -1)
-        grey = torch.full_like(patches, 0.5)
-        corrupted = torch.where((source < 0).unsqueeze(-1), grey, take(patches, source.clamp(min=0)))
+        gray = torch.full_like(patches, 0.5)
+        corrupted = torch.where((source < 0).unsqueeze(-1), gray, take(patches, source.clamp(min=0)))
         pixels = self.to_pixels(self.predict(*tensors).float(), images, hidden)
         filled = patches.scatter(1, hidden.unsqueeze(-1).expand_as(pixels), pixels)
         return self._image(patches), self._image(corrupted), self._image(filled)
@@ -126,14 +126,14 @@ class PredictPatches(MaskedViT):
         """Predictions as pixels in [0, 1]: [B, k, C*P*Q]; normalized patches get their true mean and std."""
         (B, k), (P, Q) = hidden.shape, self.model.config.patch
         if self.masked.target == "pixels":
-            x = take(patchify(self.model.normalise(images), (P, Q)), hidden)
-            mean, std = patch_moments(x) if self.masked.normalise else (0.0, 1.0)
-            channels = self.model.normalise
+            x = take(patchify(self.model.normalize(images), (P, Q)), hidden)
+            mean, std = patch_moments(x) if self.masked.normalize else (0.0, 1.0)
+            channels = self.model.normalize
             x = (predicted * std + mean).view(B * k, -1, P, Q)
             return (x * channels.std.value.to(x) + channels.mean.value.to(x)).reshape(B, k, -1)
         c = CELLS[self.masked.target]
-        colour = predicted.view(B, k, c * c, COLOURS).argmax(-1)
-        level = torch.stack((colour // 64, colour // 8 % 8, colour % 8), 2).view(B, k, 3, c, c)
+        color = predicted.view(B, k, c * c, COLORS).argmax(-1)
+        level = torch.stack((color // 64, color // 8 % 8, color % 8), 2).view(B, k, 3, c, c)
         x = (level + 0.5) * (32 / 255)  # the middle of each range
         return x.repeat_interleave(P // c, 3).repeat_interleave(Q // c, 4).flatten(2)
 
@@ -153,7 +153,7 @@ def patch_moments(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate_masked(objective: PredictPatches, prepared: EvaluationSet) -> dict[str, float]:
-    """The loss, and for target colour the accuracy, over all held-out images, split over the processes."""
+    """The loss, and for target color the accuracy, over all held-out images, split over the processes."""
     world = prepared.world
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, correct, images, unreadable
     with eval_mode(objective):

@@ -151,7 +151,7 @@ class Optimizers:
                 }
         is_missing = updates and not stored and any(state_names(optimizer) for optimizer in self.all)
         if left or is_missing:
-            raise ValueError(f"optimizer state: {f'{min(left)} is unexpected' if left else 'it is missing'}")
+            raise ValueError(f"the optimizer state {f'has an unexpected {min(left)}' if left else 'is missing'}")
 
 
 def is_for_muon(name: str, parameter: nn.Parameter) -> bool:

@@ -28,7 +28,7 @@ from plainvit.train.step import launch
 
 
 def replay(path: str | Path, step: int | None = None, data_root: str = "", device: str = "auto") -> dict[str, Any]:
-    """Loss, gradient norm, and the modules and gradients with non-finite values."""
+    """Repeats one step without an update: its loss, gradient norm, and the modules and gradients with NaN or Inf."""
     path = Path(path)
     stored = read_json(path / "config.json")
     if not stored:
@@ -43,12 +43,12 @@ def replay(path: str | Path, step: int | None = None, data_root: str = "", devic
         data_root=data_root or config.data_root,
         optim=config.optim.replace(clip=0.0),  # gradients before clipping
     )
-    tensors, state, number = read_state(path, step)
+    tensors, state, steps_done = read_state(path, step)
     with Folder(path, writes=False) as folder:  # the run may still be training
         run = build_training(config, open_splits(config), folder, quiet=True)
         copy_tensors(select(tensors, "model."), run.objective.state_dict())
-        run.progress.step, run.progress.micro_batch = number, state.get("progress", state)["micro_batch"]
-        return {"run": str(path), "step": number + 1} | repeat_step(run)
+        run.progress.step, run.progress.micro_batch = steps_done, state.get("progress", state)["micro_batch"]
+        return {"run": str(path), "step": steps_done + 1} | repeat_step(run)
 
 
 def read_state(path: Path, step: int | None) -> tuple[dict[str, Tensor], dict[str, Any], int]:

@@ -44,7 +44,9 @@ def check_config(config: Config, old: Config, folder: Folder, *, force: bool, is
         return
     changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changed.items())
     if not force:
-        raise ValueError(f"{folder.path} holds a run with another config ({changes}): give another --out, or --force")
+        raise ValueError(
+            f"{folder.path} holds a run with another config ({changes}): use another --out, or --force to change it"
+        )
     if is_finished:
         raise ValueError(f"{folder.path} is finished, with another config ({changes}): give another --out")
 

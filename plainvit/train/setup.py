@@ -185,8 +185,8 @@ def build_gradients(
 def choose_compile(config: Config, device: str, processes: int = 1) -> tuple[bool, str]:
     """Whether to compile, and a line that says why not.
 
-    auto is off on a CPU, and on a GPU where the run is too short to win the time back. Steps are as long as
-    `plainvit plan --on h200` estimates: on a slower GPU compiling saves more.
+    auto is off on a CPU, and on a GPU where the run is too short to save the time that compiling takes. Steps are as
+    long as `plainvit plan --on h200` estimates: on a slower GPU compiling saves more.
     """
     if config.compile != "auto" or not device.startswith("cuda"):
         return config.compile == "on", ""

@@ -117,7 +117,9 @@ class Training:
             self.optimizers.load(select(tensors, "optimizer."), updates=progress.step - progress.skipped)
         except (KeyError, TypeError, ValueError) as error:
             path = self.checkpoints.folder / f"step-{state['step']:08d}"
-            message = f"the checkpoint {path} does not match this run: {error}; delete it, or give another --out"
+            message = (
+                f"the checkpoint {path} does not match this run: {error}: delete this checkpoint, or use another --out"
+            )
             raise ValueError(message) from error
         self.progress = progress
 

@@ -148,7 +148,7 @@ def make_initial_model(config: Config, splits: Splits) -> ViT | ResNet:
     if config.init:
         model.load_state_dict(load_init(config, config.model, splits).state_dict())
     else:
-        model.initialise(torch.Generator().manual_seed(config.seed))
+        model.initialize(torch.Generator().manual_seed(config.seed))
     if config.head_bias and config.head == "zero" and model.head is not None:
         nn.init.constant_(model.head.bias, config.head_bias)
     model.about = About(preprocess=config.preprocess, class_names=splits.classes if config.model.classes else ())

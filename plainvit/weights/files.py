@@ -79,7 +79,7 @@ class SafetensorsFiles(Tensors):
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
                     self._locations[name] = path, entry
             except (SafetensorError, OSError, ValueError, OverflowError) as error:
-                raise DamagedError(f"{path} is damaged ({error}): download it again") from error
+                raise DamagedError(f"{path} is damaged ({error}): download or copy it again") from error
 
     def read(self, name: str) -> Tensor:
         """Reads with file I/O instead of safetensors' mmap, which would keep a second copy in memory."""
@@ -278,10 +278,10 @@ def _load_torch(path: Path) -> object:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             if not named:
                 raise ValueError("it is damaged, or has more than tensors") from error
-            load = f"torch.load({path.name!r}, weights_only=False)['state_dict']"
+            load = f"torch.load({str(path)!r}, weights_only=False)['state_dict']"
             raise UnsafePickleError(
                 f"{path} has {named[1]} objects, which plainvit never loads. If you trust the file, save its weights "
-                f"alone: torch.save({load}, 'weights.pth')"
+                f"alone, which runs its code: torch.save({load}, 'weights.pth')"
             ) from error
 
 

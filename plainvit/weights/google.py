@@ -13,8 +13,8 @@ from plainvit.config import VIT_NUMERICS, Model, Preprocess, ResNetConfig, ViTCo
 from plainvit.names import UNITS
 from plainvit.weights.files import RenamedTensors, Tensors
 from plainvit.weights.layout import DetectedModel, Layout, make_layout
-from plainvit.weights.limits import ANY, list_unlike, list_unlike_resnet
 from plainvit.weights.shapes import Hints, read_bit, read_vit
+from plainvit.weights.supported import ANY, list_unlike, list_unlike_resnet
 
 MAX_LAYERS = 1000
 _CODE = "Google's code"
@@ -124,7 +124,7 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
     """(part, reason) for what Google's code computes differently or does not have."""
     half = (0.5,) * config.channels
     if config.mean != half or config.std != half:
-        yield "normalisation", "Google's code takes pixels in [-1, 1]"
+        yield "normalization", "Google's code takes pixels in [-1, 1]"
     yield from list_unlike_resnet(config, "google")
     if isinstance(config, ResNetConfig):
         if config.blocks not in UNITS.values():

@@ -238,7 +238,8 @@ def check_size(config: Model, tensors: Tensors) -> None:
                 f"{limit:,}: check the image size in its config"
             )
     if layers > len(tensors.shapes):
-        raise ValueError(f"{tensors.path} is of a model of {layers:,} layers, more than it has: download it again")
+        problem = f"has {len(tensors.shapes):,} tensors, too few for the {layers:,} layers of its config"
+        raise ValueError(f"{tensors.path} {problem}: download it again")
 
 
 def build_model(detected: DetectedModel, tensors: Tensors, dtype: torch.dtype | None) -> ViT | ResNet:
@@ -248,7 +249,7 @@ def build_model(detected: DetectedModel, tensors: Tensors, dtype: torch.dtype | 
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     entries = _check_names(detected, shapes, tensors)
     _check_shapes(detected, entries, shapes, tensors)
-    # Neighbours in the file are read together, so a file that stacks its layers is unpacked once per array
+    # Neighbors in the file are read together, so a file that stacks its layers is unpacked once per array
     order = sorted(entries, key=lambda name: (re.sub(r"\d+", "", name), name))
     weights: dict[str, Tensor] = {}
     for name in order:
@@ -357,7 +358,7 @@ def _check_shapes(
                 )
 
 
-def emit(layout: Layout, weights: Mapping[str, Tensor], config: Model) -> dict[str, Tensor]:
+def to_format(layout: Layout, weights: Mapping[str, Tensor], config: Model) -> dict[str, Tensor]:
     """Our weights under a format's names and in its shapes."""
     out: dict[str, Tensor] = {}
     for name, weight in weights.items():

@@ -13,9 +13,9 @@ from typing import Any
 from plainvit.config import Preprocess, ViTConfig
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import DetectedModel, Layout, make_layout
-from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.pixels import CLIP, HALF
 from plainvit.weights.shapes import Hints, check_names, read_vit, unsupported_model
+from plainvit.weights.supported import ANY, list_unlike
 
 CONFIG = "open_clip_config.json"
 # What the original checkpoints of OpenAI store next to the weights
@@ -41,7 +41,7 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detect
     if len(shapes.get(f"{prefix}positional_embedding", ())) != 2:
         raise ValueError(f"this open_clip file has no valid {prefix}positional_embedding: it is incomplete")
     layout = make_layout("open_clip", shapes, prefix)
-    is_clipa = f"{prefix}ln_pre.weight" not in shapes  # CLIPA pools the patches, then normalises
+    is_clipa = f"{prefix}ln_pre.weight" not in shapes  # CLIPA pools the patches, then normalizes
     vision = sidecar["model_cfg"]["vision_cfg"] if sidecar else {}
     _check_config(vision, is_clipa)
     hints = replace(hints, stated_size=vision.get("image_size"))
@@ -57,12 +57,12 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detect
     )
     settings |= {"pool": "average" if is_clipa else "token", "norm_pooled": is_clipa, "norm_eps": 1e-5}
     activation, sources["activation"] = _find_activation(shapes, sidecar)
-    preprocess, colours = _read_pixels(sidecar)
+    preprocess, colors = _read_pixels(sidecar)
     pixels = CONFIG if sidecar else "open_clip's transforms"
     sources |= {"norm_eps": "open_clip's code: 1e-5", "mean": pixels, "preprocess": pixels}
     return DetectedModel(
         family="open_clip",
-        config=ViTConfig(**settings, activation=activation, **(colours if settings["channels"] == 3 else HALF)),
+        config=ViTConfig(**settings, activation=activation, **(colors if settings["channels"] == 3 else HALF)),
         layout=layout,
         sources=sources,
         preprocess=preprocess,
@@ -102,9 +102,9 @@ def make_timm_sidecar(sidecar: Mapping[str, Any]) -> dict[str, Any]:
     vision = (sidecar.get("model_cfg") or {}).get("vision_cfg") or {}
     if not vision.get("timm_model_name"):
         return {}
-    preprocess, colours = _read_pixels(sidecar)
+    preprocess, colors = _read_pixels(sidecar)
     mode = "squash" if preprocess.resize == "squash" else "center"
-    published = {**colours, "crop_pct": 1.0, "crop_mode": mode, "interpolation": preprocess.interpolation}
+    published = {**colors, "crop_pct": 1.0, "crop_mode": mode, "interpolation": preprocess.interpolation}
     described = {"architecture": vision["timm_model_name"], "pretrained_cfg": published}
     return described | {"global_pool": vision.get("timm_pool")}
 

@@ -43,7 +43,7 @@ def set_pixels(detected: DetectedModel, pixels: Pixels) -> None:
         detected.config = detected.config.replace(**{name: values})
     detected.preprocess = detected.preprocess.replace(**given)
     if "crop" in given and detected.preprocess.resize == "squash":
-        raise ValueError("--crop needs a centre crop: add --resize crop or --resize squash-crop")
+        raise ValueError("--crop needs a center crop: add --resize crop or --resize squash-crop")
 
 
 def find_source(detected: DetectedModel, name: str) -> str:

@@ -53,7 +53,7 @@ RECOMMENDED: dict[tuple[str, str], tuple[str, str]] = {
     ("gpu", "finetune"): (TO_START["GPU"], "pre-trained on ImageNet-21k, with published fine-tuning recipes (ft-*)"),
     ("cpu", "dense"): (
         "dinov2_s14_reg4_lvd142m_518",
-        "patch features for segmentation and matching; registers remove artefacts from the patches",
+        "patch features for segmentation and matching; registers remove artifacts from the patches",
     ),
     ("gpu", "dense"): (
         "dinov2_b14_reg4_lvd142m_518",

@@ -53,7 +53,7 @@ def load(
     classes: int | None = None,
     image_size: Size = None,
     *,
-    optimise: Literal[False] = False,
+    optimize: Literal[False] = False,
     **options: Unpack[LoadOptions],
 ) -> ViT | ResNet: ...
 
@@ -64,7 +64,7 @@ def load(
     classes: int | None = None,
     image_size: Size = None,
     *,
-    optimise: Literal[True, "fp8"],
+    optimize: Literal[True, "fp8"],
     **options: Unpack[LoadOptions],
 ) -> "InferenceModel": ...
 
@@ -74,7 +74,7 @@ def load(
     classes: int | None = None,
     image_size: Size = None,
     *,
-    optimise: bool | Literal["fp8"] = False,
+    optimize: bool | Literal["fp8"] = False,
     **options: Unpack[LoadOptions],
 ) -> "ViT | ResNet | InferenceModel":
     """Loads a model from weights of any known format. What was assumed, replaced or left out is logged.
@@ -83,7 +83,7 @@ def load(
         source: A file, a folder, `hf:org/name[@revision]`, or a published name (`plainvit weights`).
         classes: Replaces the head by one of zeros for this many classes; 0 removes it.
         image_size: Resamples the positions for this image size: one number or (height, width).
-        optimise: True returns an InferenceModel, as fast as this machine allows. "fp8" also allows fp8 matmuls on a
+        optimize: True returns an InferenceModel, as fast as this machine allows. "fp8" also allows fp8 matmuls on a
             GPU that has them: faster, but close decisions may change; `model.agreement(images)` measures how many.
         options:
             heads: The number of attention heads, if the file does not contain it.
@@ -99,8 +99,8 @@ def load(
     Example:
         model = plainvit.load("B_16.npz", classes=10, image_size=384)
     """
-    if optimise not in (False, True, "fp8"):
-        raise ValueError(f"optimise must be True, False or 'fp8', got {optimise!r}")
+    if optimize not in (False, True, "fp8"):
+        raise ValueError(f"optimize must be True, False or 'fp8', got {optimize!r}")
     resample, text_head = options.pop("resample", None), options.pop("text_head", None)
     dtype = options.pop("dtype", torch.float32)
     if text_head is not None and classes is not None:
@@ -119,11 +119,11 @@ def load(
         model = load_text_head(model, text_head)
     for note in notes:
         log.warning("%s: %s", source, note)
-    if not optimise:
+    if not optimize:
         return model
     from plainvit.models.fast.inference import InferenceModel
 
-    return InferenceModel(model, fp8=optimise == "fp8")
+    return InferenceModel(model, fp8=optimize == "fp8")
 
 
 def inspect_weights(

@@ -11,9 +11,9 @@ from typing import Any
 from plainvit.config import Model, Preprocess, ResNetConfig, ViTConfig, nearest
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import SAME, DetectedModel, Entry, Layout, Shapes, make_layout
-from plainvit.weights.limits import list_unlike, list_unlike_resnet
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
 from plainvit.weights.shapes import BLOCK, Hints, check_names, read_bit, read_vit, unsupported_model
+from plainvit.weights.supported import list_unlike, list_unlike_resnet
 from plainvit.weights.timm_architectures import (
     ACTIVATIONS,
     SUPPORTED,
@@ -39,7 +39,7 @@ UNSUPPORTED_NAMES = {
     r"blocks\.0\.(attns\.|in_proj\.)": "a ViT with parallel blocks",
     r"blocks\.0\.attn\.(k_proj\.bias|gate\.)": "a ViT with gated or grouped attention",
 }
-# (fraction of the short side that the centre crop keeps, mean and std of the pixels); of DeiT, MAE and the DINOs:
+# (fraction of the short side that the center crop keeps, mean and std of the pixels); of DeiT, MAE and the DINOs:
 USUAL_PIXELS = (0.875, IMAGENET)
 PIXELS: dict[str, tuple[float, dict[str, Any]]] = {
     "timm": (0.9, HALF),
@@ -93,8 +93,8 @@ def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
     check_architecture(str(sidecar.get("architecture") or ""))
     layout = make_layout("timm BiT", tensors.shapes)
     size = published.get("input_size") or (3, 224, 224)
-    colours = {name: tuple(published.get(name) or HALF[name]) for name in HALF}
-    config = read_bit(layout, tensors.shapes, "timm").replace(image_size=(int(size[1]), int(size[2])), **colours)
+    colors = {name: tuple(published.get(name) or HALF[name]) for name in HALF}
+    config = read_bit(layout, tensors.shapes, "timm").replace(image_size=(int(size[1]), int(size[2])), **colors)
     sources = {
         "standardise": "timm's code: w / sqrt(var + 1e-8)",
         "padding": "timm's code: symmetric, zeros before the root's pooling",
@@ -108,7 +108,7 @@ def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
 
 
 def _find_family(tensors: Tensors, sidecar: Mapping[str, Any]) -> tuple[str, str]:
-    """(family, reason). The family decides the normalisation of pixels, which the weights do not show."""
+    """(family, reason). The family decides the normalization of pixels, which the weights do not show."""
     names, rotary = tensors.shapes, _assume_rotary(tensors.shapes)
     if sidecar.get("pretrained_cfg"):
         return "timm", "config.json"
@@ -157,9 +157,9 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
     settings |= numerics
     settings["pool"], pool_source = _find_pool(shapes, arguments.get("global_pool") or sidecar.get("global_pool"))
     settings["norm_pooled"] = "fc_norm.weight" in shapes and "norm.weight" not in shapes
-    crop, colours = PIXELS.get(name, USUAL_PIXELS)
-    colours = colours if settings["channels"] == 3 else HALF
-    settings |= {key: tuple(published.get(key) or colours[key]) for key in colours}
+    crop, colors = PIXELS.get(name, USUAL_PIXELS)
+    colors = colors if settings["channels"] == 3 else HALF
+    settings |= {key: tuple(published.get(key) or colors[key]) for key in colors}
     config = ViTConfig(**settings)
     sources |= numerics_sources | pool_source | _list_sources(config, sidecar, f"{name} ({reason})")
     left_out = sorted({key.split(".")[0] for key in shapes if _is_training_only(key)})
@@ -181,7 +181,7 @@ def _list_sources(config: ViTConfig, sidecar: Mapping[str, Any], family: str) ->
     sources = {"mean": "config.json" if published.get("mean") else family}
     sources["preprocess"] = "config.json" if published else family
     if published.get("crop_mode") not in (None, "center", "squash"):
-        sources["preprocess"] = f"assumed: a centre crop instead of timm's crop_mode {published['crop_mode']!r}"
+        sources["preprocess"] = f"assumed: a center crop instead of timm's crop_mode {published['crop_mode']!r}"
     if config.posemb == "none" and config.rotary == "none":
         sources["posemb"] = "assumed: none, since the file has no pos_embed"
     if not sidecar and config.block_bias != "all" and not config.gated:  # the same names as in timm's post-norm blocks
@@ -298,4 +298,4 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
     if config.registers and config.posemb_prefix == "class":
         yield "registers", "timm gives positions to all tokens before the patches or to none"
     if config.pool == "average" and config.class_token and not config.norm_pooled and not uses_eva(config):
-        yield "pool", "timm normalises the pooled vector if it averages next to a class token"
+        yield "pool", "timm normalizes the pooled vector if it averages next to a class token"

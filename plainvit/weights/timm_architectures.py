@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from plainvit.config import About, Model, Preprocess, ResNetConfig, ViTConfig
-from plainvit.weights.limits import ANY
 from plainvit.weights.shapes import unsupported_model
+from plainvit.weights.supported import ANY
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu", "silu": "silu"}
 

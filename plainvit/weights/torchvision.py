@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from plainvit.config import VIT_NUMERICS, Preprocess, ViTConfig
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import DetectedModel, Layout, make_layout
-from plainvit.weights.limits import ANY, list_unlike
 from plainvit.weights.pixels import HALF, IMAGENET
 from plainvit.weights.shapes import Hints, check_names, read_vit
+from plainvit.weights.supported import ANY, list_unlike
 
 
 def matches(tensors: Tensors) -> bool:

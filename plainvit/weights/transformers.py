@@ -14,8 +14,8 @@ from plainvit.config import ViTConfig, nearest, pair
 from plainvit.disk import read_json
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import FIRST, DetectedModel, Layout, Shapes, make_layout, read_shapes
-from plainvit.weights.limits import list_unlike, list_unlike_resnet
 from plainvit.weights.shapes import BLOCK, Hints, check_names, read_vit, unsupported_model
+from plainvit.weights.supported import list_unlike, list_unlike_resnet
 from plainvit.weights.transformers_files import (
     FIXED,
     KINDS,
@@ -245,7 +245,7 @@ def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
     if kind.name == "SigLIP" and config.class_token:
         yield "pool", "transformers' SigLIP has no class token"
     if kind.name == "BEiT" and (config.pool == "average") != config.norm_pooled:
-        yield "pool", "transformers' BEiT reads the class token, or normalises the mean of the patches"
+        yield "pool", "transformers' BEiT reads the class token, or normalizes the mean of the patches"
     if kind.name == "DeiT" and config.registers > 1:
         yield "registers", "transformers' DeiT has one token besides the class token"
     if config.distillation and not config.classes:

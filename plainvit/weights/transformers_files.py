@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from plainvit.config import About, Preprocess, ViTConfig, pair
-from plainvit.weights.limits import ANY
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
+from plainvit.weights.supported import ANY
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "gelu_sigmoid", "relu": "relu"}
 ACTIVATIONS |= {"silu": "silu"}
 SPELLINGS: dict[str, Any] = {**ACTIVATIONS, "gelu_new": "gelu_tanh", "gelu_python": "gelu", "swish": "silu"}
 RESAMPLING: dict[int, Any] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 HALF_PIXELS, PIXELS, CLIP_PIXELS = (
-    {f"image_{name}": value for name, value in colours.items()} for colours in (HALF, IMAGENET, CLIP)
+    {f"image_{name}": value for name, value in colors.items()} for colors in (HALF, IMAGENET, CLIP)
 )
 # Defaults of the image processors. `sides`: the meaning of a single number as `size`
 SQUASH = {"resample": 2, "sides": ("height", "width"), "size": 224} | HALF_PIXELS
@@ -164,7 +164,7 @@ def read_class_names(config: Mapping[str, Any], classes: int) -> tuple[str, ...]
 
 
 def _describe_crop(size: dict[str, int], crop: float, *, squash: bool) -> dict[str, Any]:
-    """A centre crop by CLIP's processor, which resizes the short side, or by DeiT's, which ignores the aspect ratio.
+    """A center crop by CLIP's processor, which resizes the short side, or by DeiT's, which ignores the aspect ratio.
 
     DeiT's also serves models of images that are not square: it is exact for photos of their aspect ratio.
     """

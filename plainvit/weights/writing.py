@@ -16,7 +16,7 @@ from plainvit.disk import DiskError, run_settings, write_atomically, write_toget
 from plainvit.models import ResNet, ViT
 from plainvit.weights import own, timm_architectures, transformers_files
 from plainvit.weights.files import CHECKSUM, DTYPES, hash_content
-from plainvit.weights.layout import emit
+from plainvit.weights.layout import to_format
 from plainvit.weights.reading import load
 
 log = logging.getLogger("plainvit")
@@ -60,7 +60,7 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     config, weights = _drop_parts(model, _list_unsupported(format, model.config, folder), drop, format)
     _check_suffix(path, format)
     layout = own.layout_for(format, config, weights)
-    out = emit(layout, weights, config)
+    out = to_format(layout, weights, config)
     described = own.describe(format, config, model.about)
     metadata = {"plainvit": json.dumps(described)}
     if format != "plainvit":  # transformers requires it
@@ -145,7 +145,7 @@ def _list_unsupported(format: str, config: Model, folder: bool) -> list[tuple[st
 
 # What --drop accepts: numerics, replaced by the target's own; a hidden layer, with the head that reads it; LayerScale,
 # merged into the layer before. Without any other part the rest of the model has no meaning
-DROPS = ("activation", "norm_eps", "standardise", "normalisation", "pre_logits", "layer_scale")
+DROPS = ("activation", "norm_eps", "standardise", "normalization", "pre_logits", "layer_scale")
 
 
 def _drop_from_config(part: str, config: Model, format: str) -> Model:  # noqa: A002
@@ -156,7 +156,7 @@ def _drop_from_config(part: str, config: Model, format: str) -> Model:  # noqa: 
         return config.replace(stem=config.stem.replace(**numerics, padding="same"))
     settings: dict[str, Any] = {
         "standardise": RESNET_NUMERICS.get(format, {}) | {"padding": "symmetric"},
-        "normalisation": {"mean": (0.5,), "std": (0.5,)},
+        "normalization": {"mean": (0.5,), "std": (0.5,)},
         "pre_logits": {"representation": 0, "classes": 0},
         "layer_scale": {"layer_scale": None},
     }

@@ -6,7 +6,7 @@
 
 Flash kernels are made for thousands of tokens: at 197 they pad both sides to 256 and need q, k and v permuted. Here qkv
 is read and its gradient written in place, and results are bit-identical from call to call (no atomics). The kernels
-are in attention_kernels.py, loaded on first use.
+are in attention_kernels.py, loaded on first use; `accelerate` (__init__.py) attaches them: FastAttention in modules.py.
 
 Letters: B batch, N tokens, D width, H heads, d head width.
 """

@@ -95,7 +95,7 @@ def add_weighted(sums, weights, rows, PARTS: constexpr):
 
 @triton.jit
 def compute_delta(grad, out, PARTS: constexpr):
-    """rowsum(dO * O): what the softmax's normalisation subtracts from each gradient."""
+    """rowsum(dO * O): what the softmax's normalization subtracts from each gradient."""
     delta = tl.sum(grad[0].to(tl.float32) * out[0].to(tl.float32), 1)
     for i in tl.static_range(1, len(PARTS)):
         delta += tl.sum(grad[i].to(tl.float32) * out[i].to(tl.float32), 1)

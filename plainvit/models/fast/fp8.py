@@ -1,7 +1,7 @@
 """fp8 matmuls in the blocks of a ViT: nearly twice the speed of bf16 on GPUs that support them.
 
     plainvit train vit-l16-i21k --precision fp8           training: use_fp8(model)
-    plainvit.load("B_16.npz", optimise="fp8")             inference: convert_to_fp8(model)
+    plainvit.load("B_16.npz", optimize="fp8")             inference: convert_to_fp8(model)
 
 Each row of an operand (a token, an output channel) is scaled by its own largest value to the range of e4m3 and rounded
 (3 bits of mantissa: a relative error of at most 1/16). torch._scaled_mm multiplies and scales back. Scales come from

@@ -1,6 +1,6 @@
 """The GELU x Phi(x) by a short formula, for compiled code on GPUs in bf16.
 
-    register_decompositions()                 # the compiler fuses the formula and its derivative with its neighbours
+    register_decompositions()                 # the compiler fuses the formula and its derivative with its neighbors
         y = gelu(x)                           # F.gelu(x) with a relative error of 6e-6; bf16 rounds to 2e-3
         z = gelu_linear(x, weight, bias, ...) # F.linear(gelu(x), weight, bias), keeping x alone for backward
     y = linear_gelu(x, weight, bias)          # gelu(F.linear(x, weight, bias)) in one kernel, for inference

@@ -1,6 +1,6 @@
 """A model for inference only, as fast as the machine at hand allows.
 
-    model = plainvit.load("B_16.npz", optimise=True)
+    model = plainvit.load("B_16.npz", optimize=True)
     logits = model(images)                    # fp32 [B, K]
     model.agreement(images)                   # fraction of images whose top-1 is that of the plain model
     model.choices                             # how it computes, per batch size: {8: Choice("bf16", "compiled")}
@@ -103,7 +103,7 @@ class InferenceModel(nn.Module):
         is_resnet = isinstance(self.model, ResNet)
         reason = "fp8 is for ViTs, this model is a ResNet" if is_resnet else explain_unsupported(device_of(self.model))
         if reason and not self.choices:
-            log.warning("%s: continuing as with optimise=True", reason)
+            log.warning("%s: continuing as with optimize=True", reason)
         return () if reason else FP8
 
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
@@ -113,7 +113,7 @@ class InferenceModel(nn.Module):
 
     def train(self, mode: bool = True) -> "InferenceModel":
         if mode:
-            raise ValueError("a model loaded with optimise=True cannot be trained: load it without")
+            raise ValueError("a model loaded with optimize=True cannot be trained: load it without")
         return super().train(mode)
 
 

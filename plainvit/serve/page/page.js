@@ -9,7 +9,7 @@ const MAPS = {
   rollout: () => "Attention rollout: attention multiplied through all layers, whatever the class.",
   attention: () => `Layer ${$("layer").value}, ${headName()}: what the model's output token attends to.`,
 };
-// Colours of a map from its smallest to its largest value (inferno), with how opaque they are
+// Colors of a map from its smallest to its largest value (inferno), with how opaque they are
 const RAMP = [[20, 11, 53, 0], [87, 16, 110, 0.35], [188, 55, 84, 0.75], [249, 142, 9, 0.92], [252, 255, 164, 1]];
 
 function headName() {
@@ -187,7 +187,7 @@ function draw() {
   const context = canvas.getContext("2d");
   context.clearRect(0, 0, canvas.width, canvas.height);
   $("controls").hidden = !found?.grid;
-  showNeighbours(found?.neighbours || []);
+  showNeighbors(found?.neighbors || []);
   if (!found) {
     drawPreview(photo, canvas, context);
     $("map-words").textContent = photo.error ? "" : "Computing the maps …";
@@ -251,7 +251,7 @@ function drawMap(context, canvas, map, [rows, columns]) {
   const small = document.createElement("canvas");
   [small.width, small.height] = [columns, rows];
   const pixels = new ImageData(columns, rows);
-  map.forEach((value, at) => pixels.data.set(colour(value / 255), 4 * at));
+  map.forEach((value, at) => pixels.data.set(color(value / 255), 4 * at));
   small.getContext("2d").putImageData(pixels, 0, 0);
   context.save();
   context.fillStyle = `rgb(0 0 0 / ${Number($("strength").value) / 240})`; // darker, so that the map stands out
@@ -261,16 +261,16 @@ function drawMap(context, canvas, map, [rows, columns]) {
   context.restore();
 }
 
-function colour(value) {
+function color(value) {
   const at = Math.min(value, 0.9999) * (RAMP.length - 1);
   const [low, high] = [RAMP[Math.floor(at)], RAMP[Math.floor(at) + 1]];
   const mixed = low.map((channel, index) => channel + (at % 1) * (high[index] - channel));
   return [mixed[0], mixed[1], mixed[2], 255 * mixed[3]];
 }
 
-function showNeighbours(found) {
-  $("neighbours-box").hidden = !found.length;
-  $("neighbours").replaceChildren(...found.map((one) => {
+function showNeighbors(found) {
+  $("neighbors-box").hidden = !found.length;
+  $("neighbors").replaceChildren(...found.map((one) => {
     const [item, image, name, value] = ["li", "img", "bdi", "span"].map((tag) => document.createElement(tag));
     image.src = one.image;
     image.alt = "";

@@ -30,7 +30,7 @@ from plainvit.device import choose_device
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import mean_ranks, rank_correlation
 from plainvit.models import ViT
-from plainvit.studies.bases import base, vit
+from plainvit.studies.base_configs import base, vit
 from plainvit.studies.compute import make_stem
 from plainvit.studies.measures import limit_images, load_model, untrained_config
 from plainvit.studies.study import Arm, Budget, Results, define
@@ -114,7 +114,7 @@ def effective_rank(variance: np.ndarray) -> float:
 def low_frequency_fraction(tiles: np.ndarray) -> np.ndarray:
     """[n]: fraction of each tile's energy in the lower half of the frequencies along both axes; a quarter for noise.
 
-    By the orthonormal cosine transform, which has no artefacts at the borders of a tile.
+    By the orthonormal cosine transform, which has no artifacts at the borders of a tile.
     """
     energy = np.einsum("yi,nijc,xj->nyxc", _cosines(tiles.shape[1]), tiles, _cosines(tiles.shape[2])) ** 2
     low = energy[:, : math.ceil(tiles.shape[1] / 2), : math.ceil(tiles.shape[2] / 2)]

@@ -1,6 +1,6 @@
 """Claims 17 and 27: ResNets pre-trained with Adam or SGD; averaged weights after fine-tuning.
 
-    plainvit study resnet-optimiser --budget cpu          also averaging
+    plainvit study resnet-optimizer --budget cpu          also averaging
 
 Claim 17 (D.1, Table 7): each optimizer pre-trains at three rates, and every run is fine-tuned by SGD on each set, as in
 the paper. Claim 27 (4.1, Table 2): the paper's decay of 0.9999 is that of 10,000 of its 20,000 steps, and so of half of
@@ -9,7 +9,7 @@ the run here. As in TensorFlow the window grows with the run, and so comes to a 
 
 from plainvit.config import Config, Optim
 from plainvit.evaluate.grid import choose_best, is_at_edge
-from plainvit.studies.bases import DOWNSTREAM, by_adamw, finetune_config, pretrain_config
+from plainvit.studies.base_configs import DOWNSTREAM, by_adamw, finetune_config, pretrain_config
 from plainvit.studies.compute import models
 from plainvit.studies.measures import halves
 from plainvit.studies.study import MARGIN, Arm, Budget, Results, define
@@ -88,6 +88,6 @@ def averaging_criteria(results: Results) -> list[Criterion]:
 
 
 STUDIES = (
-    define("resnet-optimiser", arms, criteria, measure=halves, xlabel="learning rate of pre-training", runs=8),
+    define("resnet-optimizer", arms, criteria, measure=halves, xlabel="learning rate of pre-training", runs=8),
     define("averaging", averaging_arms, averaging_criteria, runs=8),
 )

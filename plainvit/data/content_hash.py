@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from plainvit.data.cores_and_memory import count_cores
 from plainvit.data.decode import ImageError
-from plainvit.data.machine import count_cores
 from plainvit.data.sources import Source
 
 CONTENT = 256  # images hashed for a card
