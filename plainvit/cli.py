@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
         detail = str(error) or type(error).__name__
         exit_with_error(f"out of memory, reduce --batch: {detail.splitlines()[0]}", 5)
     except KeyboardInterrupt:
-        sys.exit(130)
+        exit_with_error("interrupted", 130)
 
 
 def _describe_error(error: Exception) -> str:

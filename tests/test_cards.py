@@ -318,6 +318,7 @@ def test_eight_runs_fit_a_narrow_terminal(
 ) -> None:
     """Groups first, then the runs by name; the run without a matching seed is named."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
     runs = [
         plant_run(Path(f"p{patch}-{seed}"), both[0], 300 + 7 * seed + patch, seed=seed, optim=Optim(lr=patch))
         for patch in (2, 4)

@@ -157,7 +157,7 @@ def test_a_folder_without_splits_is_evaluated_completely(tmp_path: Path) -> None
     model = save_model(tmp_path / "model.safetensors", ("ant", "bee"), classes=2)
     plant_classes(tmp_path / "photos", {"ant": 3, "bee": 4})
     done = evaluated(model, tmp_path / "photos", tmp_path / "flat")
-    assert (len(done.result.index), done.card.data["split"]) == (7, "train")
+    assert (len(done.result.index), done.card.data["split"]) == (7, "all")
     for split, count in (("train", 3), ("val", 2)):
         plant_classes(tmp_path / "both" / split, {"ant": count, "bee": count}, start=10 * count)
     for split in ("", "validation"):

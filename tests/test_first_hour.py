@@ -1,15 +1,16 @@
 """Fine-tuning in the first hour: a linear head first, a run that fits --hours, one line for bad input."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import small_runs as runs
 import torch
-from pictures import plant_classes
+from pictures import encode, noise, plant, plant_classes
 from sklearn.linear_model import LogisticRegression
 from small_runs import complete_run, error_of, stopped_run
 
@@ -27,6 +28,7 @@ from plainvit.train import finalize, linear_head, time_budget
 from plainvit.train.run import describe_plan, fit
 from plainvit.train.schedule import learning_rate
 from plainvit.train.state import Progress, Training
+from plainvit.train.step import Prefetcher
 from plainvit.train.time_budget import TimeBudget
 from plainvit.train.transfer import CPU_BATCH, CPU_HOURS, resolve
 
@@ -281,3 +283,33 @@ def test_fewer_images_than_classes_are_an_error(weights: str, tmp_path: Path) ->
         (photos / name).mkdir()
     with pytest.raises(DataError, match="4 training images for 6 classes"):
         fit(config(weights, data=str(photos), holdout=0.0, batch=2, steps=1), tmp_path / "run")
+
+
+def test_training_is_skipped_if_it_cannot_be_better(weights: str, tmp_path: Path) -> None:
+    """All held-out photos of the first model are correct, and the first model wins ties. The run is complete."""
+    for name, level in (("dark", 0), ("light", 200)):
+        plant(tmp_path / "photos", {f"{name}/{i}.png": encode(noise(16, 16, i) // 5 + level) for i in range(12)})
+    photos = config(weights, data=str(tmp_path / "photos"), holdout=0.25)
+    fitted = fit(photos, tmp_path / "run", quiet=True)
+    assert (fitted.numbers["steps"], fitted.numbers["final"]) == (0, "first")
+    assert fitted.numbers["val"]["top1"] == 1.0
+    assert read(tmp_path / "run", "status.json")["state"] == "done"
+    assert fit(photos, tmp_path / "run", quiet=True).numbers == fitted.numbers  # nothing to do
+
+
+def test_an_error_of_the_next_batch_is_raised_when_its_step_comes() -> None:
+    """Also if more batches are asked for meanwhile: a generator that raised only ends."""
+
+    def batches() -> Iterator[int]:
+        yield 1
+        raise DataError("too many unreadable images")
+
+    objective = SimpleNamespace(make_inputs=lambda batch, _: (batch,))
+    run = SimpleNamespace(steps=9, progress=Progress(), objective=objective)
+    prefetcher = Prefetcher(cast(Training, run), cast(Any, batches()))
+    prefetcher.fill()
+    assert prefetcher.next() == (1, (1,))
+    prefetcher.fill()
+    prefetcher.fill()
+    with pytest.raises(DataError):
+        prefetcher.next()

@@ -213,14 +213,17 @@ PASSAGES: dict[str, tuple[dict[str, Any], str]] = {
         {"results": {"val": result(), "first": {"top1": 0.979, "images": 48, "seconds": 21, "head": "linear"}}},
         "first result 97.9 % linear head on frozen features 48 held-out images, after 21s",
     ),
-    "first result kept": ({"results": {"final": "first", "trained": {"top1": 0.95}}}, "training reached 95.0 %"),
+    "first result kept": (
+        {"results": {"final": "first", "trained": {"top1": 0.95}}},
+        "After training, 95.0 % of the held-out images were correct, fewer than",
+    ),
     "chosen on val": (
         {"results": {"val": result(), "test": result(), "chosen_on_val": True}},
         "optimistic; the test images were not used",
     ),
     "no test": ({"results": {"val": result(), "chosen_on_val": True}}, "There is no test split"),
     "validation": ({"results": {"val": result(majority_accuracy=0.5)}}, "validation top-1 accuracy 85.0 %"),
-    "chance": ({"results": {"val": result(majority_accuracy=0.5)}}, "chance level 50.0 %"),
+    "chance": ({"results": {"val": result(majority_accuracy=0.5)}}, "always the most frequent class: 50.0 %"),
     "unreadable": ({"results": {"val": result(unreadable=2)}}, "2 validation images could not be read"),
     "better before": (
         {"results": {"val": result(), "better_before": {"step": 1200, "top1": 0.875}}},

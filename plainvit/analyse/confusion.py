@@ -84,14 +84,14 @@ def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
 # Sections -------------------------------------------------------------------------------------------------------------
 
 
-def confusion_section(matrix: np.ndarray, classes: Sequence[str], split: str, folder: Path) -> Section:
+def confusion_section(matrix: np.ndarray, classes: Sequence[str], images: str, folder: Path) -> Section:
     """Also writes figures/confusion.png and .csv."""
     figure = draw_confusion(matrix, classes)
     rows = [[name, *row] for name, row in zip(classes, matrix.astype(int).tolist(), strict=True)]
     links = page.publish_figure(folder, "confusion", figure, [["truth \\ prediction", *classes], *rows])
     note = "Rows are true classes, columns predicted classes: correct in blue, errors in orange, darker when frequent."
     note += " Numbers are percentages of the row." if len(matrix) <= NUMBERED else ""
-    confusions = page.element("div", _confusion_table(matrix, classes, split))
+    confusions = page.element("div", _confusion_table(matrix, classes, images))
     drawn = page.element("div", page.inline_figure(figure, "Confusion matrix"), page.element("p", note, class_="note"))
     layout = "side-by-side" if len(matrix) <= 12 else None  # a larger matrix needs the full width
     return page.make_section("Confusion matrix", page.element("div", confusions, drawn, class_=layout), links)
@@ -105,15 +105,15 @@ def find_frequent_confusions(matrix: np.ndarray, most: int = 10) -> list[tuple[i
     return sorted(cells, key=lambda cell: (-matrix[cell], -fractions[cell], cell))[:most]
 
 
-def _confusion_table(matrix: np.ndarray, classes: Sequence[str], split: str) -> Html:
+def _confusion_table(matrix: np.ndarray, classes: Sequence[str], images: str) -> Html:
     rows = []
     for truth, predicted in find_frequent_confusions(matrix):
         count, total = matrix[truth, predicted], matrix[truth].sum()
         rows.append((classes[truth], classes[predicted], f"{count:,.0f} of {total:,.0f}", page.percent(count / total)))
     if not rows:
-        return page.element("p", f"No errors on the {split} images.")
+        return page.element("p", f"No errors on the {images}.")
     errors = matrix.sum() - np.trace(matrix)
-    summary = f"{page.pluralize(errors, 'error')} in {page.pluralize(matrix.sum(), f'{split} image')}."
+    summary = f"{page.pluralize(errors, 'error')} in {page.pluralize(matrix.sum(), images.removesuffix('s'))}."
     titles = ["true class", "predicted as", "images", "of the class"]
     return page.join([page.element("p", summary), page.table(titles, rows, numbers=(2, 3))])
 

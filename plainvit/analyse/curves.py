@@ -115,6 +115,8 @@ def _draw_panel(axes: Axes, table: Table, name: str) -> None:
         _use_log_scale_for_decades(axes)
     elif name in ("lr", "waiting"):  # start at zero, and show at least 10 %
         axes.set_ylim(0, max(axes.get_ylim()[1], 10 if name == "waiting" else 1e-12))
+    elif name in ("top1", "top5"):
+        axes.set_ylim(top=min(axes.get_ylim()[1], 101))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
     if name == "loss":
         _mark_skipped(axes, table)

@@ -27,7 +27,7 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
         names = [figures.printable(name) for name in labels.class_names]
         if result.classes <= MOST_CONFUSED:
             matrix = result.confusion.astype(float)
-            sections.append(confusion_section(matrix, names, page.SPLIT[card.data["split"]], folder))
+            sections.append(confusion_section(matrix, names, name_images(card), folder))
         sections.append(class_section(result.by_class(), names, "classes.csv"))
     totals = int((~result.right).sum()), len(result.right)  # errors, images
     sections += [
@@ -39,6 +39,11 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     title = f"{slug(card.name)} on {slug(card.data['spec'])}"
     subtitle = "Evaluation", card.data["split"], str(card.environment.get("started") or "")[:10]
     write_text(folder / "report.html", page.render_page(title, _summarize(card, result), sections, subtitle=subtitle))
+
+
+def name_images(card: Card) -> str:
+    """Such as "test images"; "images" if the data has no splits."""
+    return f"{page.SPLIT.get(card.data['split'], '')} images".strip()
 
 
 def slug(text: str) -> str:
@@ -56,7 +61,7 @@ def _summarize(card: Card, result: Result) -> Html:
         "probability": float(result.probabilities.mean()),
         "majority_accuracy": result.majority_accuracy,
     }
-    lead = f"{card.name} on {page.pluralize(card.images, page.SPLIT[data['split']] + ' image')} of {data['spec']}, "
+    lead = f"{card.name} on {page.pluralize(card.images, name_images(card).removesuffix('s'))} of {data['spec']}, "
     lead += f"{page.pluralize(data['classes'], 'class', 'classes')}. A prediction is correct if it is {data['rule']}."
     facts = [page.element("dl", *row, class_="facts") for row in ([make_headline(scores)], make_facts(scores))]
     notices = [page.notice(f"{page.percent(row['top1'], 10_000)} in {row['source']}.") for row in published(card)]

@@ -21,7 +21,7 @@ def make_headline(scores: Mapping[str, Any], split: str = "") -> Html:
         return fact(f"{split} loss", f"{number(scores['loss']):.4f}", note, is_headline=True)
     correct = "" if math.isnan(top1 * images) else f"{top1 * images:,.0f} of {pluralize(images, 'image')} correct"
     notes = " · ".join(filter(None, (_format_interval(scores), correct)))
-    chance = "" if math.isnan(majority) else f"chance level {percent(majority)}"
+    chance = "" if math.isnan(majority) else f"always the most frequent class: {percent(majority)}"
     return fact(f"{split} top-1 accuracy".strip(), percent(top1, images), notes, chance, is_headline=True)
 
 

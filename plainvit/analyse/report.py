@@ -187,7 +187,9 @@ def _notices(run: Run) -> Iterable[Html]:
     trained = number(run.result("trained").get("top1"))
     if run.results.get("final") == "first" and not math.isnan(trained):
         reached = page.percent(trained, run.images("val"))
-        yield page.notice(f"The final model is the first result: training reached {reached} on held-out images.")
+        compared = "as many as" if trained == number(run.result("first").get("top1")) else "fewer than"
+        text = f"{compared} the first result, which is kept because it fits fewer weights"
+        yield page.notice(f"After training, {reached} of the held-out images were correct, {text}.")
     if run.results.get("chosen_on_val") or run.result("val").get("chosen_on_val"):
         yield page.notice(_describe_selection_bias(run))
     if better := run.result("better_before"):
@@ -242,7 +244,7 @@ def _confusion_sections(run: Run) -> list[Section]:
     if not counts:
         return []
     matrix = np.array(counts, float)  # rows are true classes
-    section = confusion_section(matrix, run.classes, page.SPLIT[run.split], run.folder)
+    section = confusion_section(matrix, run.classes, f"{page.SPLIT[run.split]} images", run.folder)
     metrics = class_metrics(np.diag(matrix), matrix.sum(1), matrix.sum(0))
     return [section, class_section(metrics, run.classes)]
 

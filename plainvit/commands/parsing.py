@@ -2,6 +2,7 @@
 
 import json as _json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,7 +98,9 @@ def print_result(value: object, renderable: "RenderableType | None") -> None:
         return
     from rich.console import Console
 
-    console = Console(markup=False, emoji=False)  # names of classes and files may contain brackets and colons
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
+    # Files and other programs read whole lines; names may contain brackets and colons
+    console = Console(markup=False, emoji=False, width=width)
     with console.capture() as captured:  # rich's own print exits with 1 on a closed pipe
         console.print(_Escaped(renderable))
     print(captured.get(), end="")

@@ -137,7 +137,8 @@ def to_pixels(image: Image.Image) -> np.ndarray:
         image.load()
         return _rotate_upright(np.array(_to_rgb(image)), orientation)
     except Exception as error:  # Pillow's decoders raise anything on damaged data
-        raise ImageError(first_line(error)) from error
+        is_truncated = "truncated" in str(error)  # Pillow's sentence counts the bytes that are left, not those missing
+        raise ImageError("truncated: copy it again from its source" if is_truncated else first_line(error)) from error
 
 
 def _open_image(data: bytes) -> Image.Image:

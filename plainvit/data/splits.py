@@ -123,7 +123,9 @@ def choose_split(model: str | Path, data: str, split: str, data_root: str | Path
     try:
         return open_source(data, "val", data_root=data_root)
     except MissingSplitError:
-        return open_source(data, "train", data_root=data_root)  # only class folders: all images
+        source = open_source(data, "train", data_root=data_root)
+        source.split = "all"  # only class folders
+        return source
 
 
 def find_data_problems(config: Config, splits: Splits) -> Iterator[tuple[str, str]]:

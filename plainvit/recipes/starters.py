@@ -63,7 +63,7 @@ def small(data: DataSummary = DataSummary(images=5_000, classes=10, side=28, is_
     shape |= {"patch": (patch, patch), "image_size": (side, side)}
     return Config(
         model=ViTConfig(classes=0, pool="average", class_token=False, init="timm", **shape),
-        holdout=0.05,
+        holdout=0.05 if data.images >= 2_000 else 0.15,
         epochs=float(min(max(100_000 // data.images, 5), 100)),
         batch=64,
         optim=Optim(name="muon", lr=3e-3, momentum=0.95, warmup=0.05, weight_decay=0.1),

@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -140,7 +141,11 @@ def run(bound: socket.socket, models: Sequence[str], limits: Limits, **options: 
     """Serves until a signal comes. The threads of the libraries get the priority of the one that loads the models."""
     with ThreadPoolExecutor(1, initializer=lower_priority) as loader:
         app = loader.submit(load_app, models, limits, **options).result()
-    make_server(app, limits).run(sockets=[bound])
+    try:
+        make_server(app, limits).run(sockets=[bound])
+    except KeyboardInterrupt:  # uvicorn raises it when all is answered; the teardown of Triton prints about leaks
+        sys.stdout.flush()
+        os._exit(130)
 
 
 def make_server(app: Application, limits: Limits) -> DeadlineServer:

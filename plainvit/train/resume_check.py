@@ -9,6 +9,8 @@ from plainvit.runtime.folder import Folder
 from plainvit.train.transfer import hash_init
 from plainvit.weights.files import open_file
 
+SHOWN = 3  # changed settings in an error
+
 
 def check_resumable(config: Config, splits: Splits, folder: Folder, *, force: bool, bare: bool) -> bool:
     """Raises an error if the folder holds another run, unless forced. Returns whether its run is finished."""
@@ -42,7 +44,8 @@ def check_config(config: Config, old: Config, folder: Folder, *, force: bool, is
     changed = {name: both for name, both in differences(old, config).items() if name not in Config.OPERATIONAL}
     if not changed:
         return
-    changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changed.items())
+    shown = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
+    changes = ", ".join(shown[:SHOWN]) + f" and {len(shown) - SHOWN} more" * (len(shown) > SHOWN)
     if not force:
         raise ValueError(
             f"{folder.path} holds a run with another config ({changes}): use another --out, or --force to change it"

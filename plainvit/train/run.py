@@ -217,6 +217,10 @@ def train_timed(run: Training, splits: Splits) -> dict[str, Any] | None:
     """Trains within --hours; environment.json then has the time of all parts of the run."""
     try:
         first = find_first(run, splits.train) if run.config.head == "linear" else None
+        if first and first.get("top1") == 1.0 and not run.progress.step:  # finalize.choose_model would keep it anyway
+            note = "training is skipped: every held-out image is correct already (--holdout 0 trains)"
+            print_line(note, quiet=run.quiet)
+            return first
         train(run, TimeBudget(run) if run.config.hours else None)
         return first
     finally:

@@ -35,7 +35,7 @@ class Prefetcher:
         An error is kept until its step comes: the step before may still end the run in its own way.
         """
         started = time.perf_counter()
-        if self.ready is None and self.step < self.run.steps:
+        if self.ready is None and self.failure is None and self.step < self.run.steps:
             try:
                 batch = next(self.batches)
                 self.ready = batch, self.run.objective.make_inputs(batch, self.step)
