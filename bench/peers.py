@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from plainvit.config import ViTConfig
 from plainvit.weights import timm as timm_names
 from plainvit.weights import torchvision as torchvision_names
-from plainvit.weights.layout import Layout, emit, make_layout
+from plainvit.weights.layout import Layout, make_layout, to_format
 
 LEARNING_RATE = 1e-4  # of every system
 
@@ -74,7 +74,7 @@ def build_peer(library: str, config: ViTConfig, weights: Mapping[str, Tensor], d
         raise ImportError(f"{library} is not installed: pip install {library}")
     with torch.device(device):  # the initial weights are drawn there, which is faster than on the host
         model = PEERS[library](config)
-    model.load_state_dict(emit(find_layout(library, model, config), weights, config))
+    model.load_state_dict(to_format(find_layout(library, model, config), weights, config))
     return LogitsModel(model)
 
 

@@ -24,6 +24,7 @@ from plainvit.model_config import nearest as nearest
 from plainvit.model_config import pair as pair
 from plainvit.model_config import visible as visible
 
+LOSSES = ("softmax", "sigmoid", "binary")  # train/objectives.py has them
 MIN_PIXELS = 8  # augment.resize below this is a factor of the image size
 
 
@@ -172,8 +173,8 @@ class Config(Checked):
     #: Training objective: classify labels, or predict masked patches as in the ViT paper or MAE
     objective: Literal["classify", "masked", "mae"] = "classify"
     masked: Masked = Masked()  # Masked image modeling
-    #: Loss: sigmoid sums over classes, binary averages over classes with 0/1 targets
-    loss: Literal["softmax", "sigmoid", "binary"] = "softmax"
+    #: Loss: softmax, sigmoid (summed over classes), binary (averaged, 0/1 targets), or FILE.py:FUNCTION for your own
+    loss: str = "softmax"
     head_bias: float = 0.0  # Initial bias of a new head, such as -10 for sigmoid with 21k classes
     class_weights: bool = False  # Weight each class by the inverse of its number of images
     teacher: str = ""  # Weights of a teacher whose predicted classes are learned too (DeiT's hard distillation)
@@ -236,6 +237,8 @@ class Config(Checked):
             )
         if self.objective != "classify":
             self._check_unlabeled()
+        if self.loss not in LOSSES and ".py:" not in self.loss:
+            raise ValueError(f"--loss {self.loss!r} is unknown; one of: {', '.join(LOSSES)}, or FILE.py:FUNCTION")
         for name in self.track:
             if name not in ("tensorboard", "wandb"):
                 raise ValueError(f"--track {name!r} is unknown; one of: tensorboard, wandb")

@@ -17,7 +17,7 @@ import plainvit
 from plainvit.config import Augment, Checked, Config, Masked, Optim, ResNetConfig, ViTConfig, from_json, to_json
 from plainvit.models import build
 from plainvit.names import configure, list_models
-from plainvit.weights.layout import emit
+from plainvit.weights.layout import to_format
 from plainvit.weights.timm import layout_for
 
 # Errors ---------------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_named_models_have_the_shape_of_timms(name: str) -> None:
     """Every weight of timm's model has its counterpart of the same shape, none is left over; and heads agree."""
     with torch.device("meta"):
         peer, model = timm.create_model(TIMM_NAMES[name], num_classes=1000), build(configure(name))
-    written = emit(layout_for(model.config), model.state_dict(), model.config)
+    written = to_format(layout_for(model.config), model.state_dict(), model.config)
     assert {key: x.shape for key, x in written.items()} == {key: x.shape for key, x in peer.state_dict().items()}
     if "ViT" in name:
         assert model.config.heads == peer.blocks[0].attn.num_heads

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import plainvit
 from plainvit.models import build
 from plainvit.names import configure
-from plainvit.weights.layout import emit
+from plainvit.weights.layout import to_format
 from plainvit.weights.timm import layout_for
 
 D, M, DEPTH = 96, 160, 2
@@ -181,7 +181,7 @@ def test_timm_scheme_has_the_distributions_of_timm(case: str) -> None:
     make, ours = CASES[case]
     torch.manual_seed(0)
     theirs, model = make().state_dict(), ours()
-    weights = emit(layout_for(model.config), model.state_dict(), model.config)
+    weights = to_format(layout_for(model.config), model.state_dict(), model.config)
     assert weights.keys() == theirs.keys()
     assert [name for name, x in weights.items() if not alike(x, theirs[name])] == []
 

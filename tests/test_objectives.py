@@ -1,10 +1,12 @@
 """Losses against PyTorch's own and by hand; a tiny model overfits one batch under each optimizer and loss."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import small_runs
 import torch
 import torch.nn.functional as F
 from tiny import mostly_slow
@@ -15,6 +17,7 @@ from plainvit.data.mix import soft_labels
 from plainvit.models import ViT, create
 from plainvit.train.objectives import Classify, binary_loss, sigmoid_loss, softmax_loss
 from plainvit.train.optim import Optimizers
+from plainvit.train.run import fit
 from plainvit.train.schedule import learning_rate
 
 PLAIN = Augment(crop="none", flip=0.0)
@@ -155,3 +158,18 @@ def test_one_batch_is_learned_by_heart(name: str, loss: str) -> None:
         value = result.item()
     assert value < 0.01
     assert correct == 8
+
+
+def test_a_loss_of_ones_own_trains_as_the_same_loss_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--loss FILE.py:FUNCTION. A run folder cannot make `replay` execute a file that it names."""
+    own = tmp_path / "my.py"
+    own.write_text("def mine(logits, targets):\n    return -(targets * logits.float().log_softmax(-1)).sum(-1)\n")
+    numbers = [
+        fit(small_runs.config(loss=loss), tmp_path / str(i), quiet=True, bare=True).numbers["val"]["nll"]
+        for i, loss in enumerate(("softmax", f"{own}:mine"))
+    ]
+    assert numbers[0] == numbers[1]
+    assert "mine" in small_runs.error_of(capsys, "replay", tmp_path / "1")
+    for wrong in (f"{own}:other", f"{tmp_path}/absent.py:mine", "focal"):
+        with pytest.raises(ValueError, match="--loss"):
+            fit(small_runs.config(loss=wrong), tmp_path / "wrong", quiet=True)

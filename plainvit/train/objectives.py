@@ -1,20 +1,25 @@
 """Objectives: a model with its loss. This one classifies labels; train/masked.py predicts masked patches.
 
 The loop calls `make_inputs(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which returns
-the mean loss over the images and the number of correct predictions (NaN if there is no such number). A new loss is an
-entry of LOSSES and a name in `Config.loss`; a new objective a class, a name in `Config.objective`, and a line in
-setup.py.
+the mean loss over the images and the number of correct predictions (NaN if there is no such number). A loss of your own
+is `--loss FILE.py:FUNCTION`, one for everybody an entry of LOSSES and its name in config.py. A new objective is a class,
+a name in `Config.objective`, and a line in setup.py.
 """
+
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plainvit.config import LOSSES as NAMES
 from plainvit.config import Config
 from plainvit.data.loader import Batch
 from plainvit.data.mix import mix, soft_labels
 from plainvit.data.transforms import as_floats
 from plainvit.models import ResNet, ViT
+from plainvit.recipes import import_file
 from plainvit.train.state import autocast
 
 
@@ -33,7 +38,20 @@ def binary_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits.float(), (targets > 0).float(), reduction="none").mean(-1)  # [B]
 
 
-LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss, "binary": binary_loss}
+LOSSES = dict(zip(NAMES, (softmax_loss, sigmoid_loss, binary_loss), strict=True))
+
+
+def find_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss by its name, or the function of FILE.py:FUNCTION, whose file is executed."""
+    if name in LOSSES:
+        return LOSSES[name]
+    file, _, function = name.rpartition(":")
+    if not Path(file).is_file():
+        raise ValueError(f"file {file} of --loss {name} does not exist")
+    loss = getattr(import_file(Path(file)), function, None)
+    if loss is None:
+        raise ValueError(f"{file} has no function {function!r}, which --loss {name} names")
+    return loss
 
 
 def balance_classes(counts: Tensor) -> Tensor:
@@ -51,7 +69,7 @@ class Classify(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.config, self.classes = model, config, model.config.classes
-        self.loss = LOSSES[config.loss]
+        self.loss = find_loss(config.loss)
         weights = balance_classes(counts) if config.class_weights and counts is not None else None
         self.register_buffer("weights", weights, persistent=False)
         self.teacher = [teacher] if teacher else []  # in a list, so that its weights are not the objective's

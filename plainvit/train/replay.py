@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from plainvit.config import Config, from_json
+from plainvit.config import LOSSES, Config, from_json
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
 from plainvit.runtime.checkpoint import Checkpoints
@@ -35,6 +35,8 @@ def replay(path: str | Path, step: int | None = None, data_root: str = "", devic
         raise ValueError(f"{path} is not a run folder: it has no config.json")
     config = from_json(stored, ("run",))
     assert isinstance(config, Config)
+    if config.loss not in LOSSES:  # no file that a run folder names is executed
+        raise ValueError(f"replay does not support a loss of your own, and {path} has {config.loss}")
     config = config.replace(
         device=device,
         compile="off",  # so that each module is called and seen
