@@ -70,7 +70,8 @@ class Flag:
             parser.add_argument(self.name, choices=self.choices, **options)
         elif self.kind is bool:
             for option, value in self._list_switches().items():  # help shows the one that changes the default
-                shown = argparse.SUPPRESS if value == (self.default is True) else text
+                negated = f"Turn off: {text[:1].lower()}{text[1:]}".replace(" (default: True)", "")
+                shown = argparse.SUPPRESS if value == (self.default is True) else text if value else negated
                 parser.add_argument(option, action="store_const", const=value, help=shown, **options)
         else:
             options |= {"metavar": self.metavar, "nargs": nargs, "type": self.kind, "help": text}

@@ -2,8 +2,8 @@
 
 The loop calls `make_inputs(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which returns
 the mean loss over the images and the number of correct predictions (NaN if there is no such number). A loss of your own
-is `--loss FILE.py:FUNCTION`, one for everybody an entry of LOSSES and its name in config.py. A new objective is a class,
-a name in `Config.objective`, and a line in setup.py.
+is `--loss FILE.py:FUNCTION`, one for everybody an entry of LOSSES and its name in config.py. A new objective is a
+class, a name in `Config.objective`, and a line in setup.py.
 """
 
 from collections.abc import Callable
