@@ -33,7 +33,7 @@ from plainvit.data.sources import open_source
 from plainvit.models import ResNet, ViT
 from plainvit.names import configure
 from plainvit.runtime.display import Display
-from plainvit.studies.learned import rollout_on_object, shapes_config
+from plainvit.studies.learned_structure import rollout_on_object, shapes_config
 
 ALONE = {"pool": "average", "class_token": False}
 KINDS: dict[str, Any] = {

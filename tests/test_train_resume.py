@@ -445,7 +445,7 @@ CROPPED = runs.config(augment=Augment(crop="inception", area=(0.3, 1.0), flip=0.
 
 
 def set_free_memory(patch: pytest.MonkeyPatch, count: int) -> None:
-    for module in ("machine", "resident"):
+    for module in ("cores_and_memory", "resident"):
         patch.setattr(f"plainvit.data.{module}.available_memory", lambda: count)
 
 
