@@ -11,7 +11,7 @@ from plainvit.config import Optim, Probes
 from plainvit.evaluate import probe_sets
 from plainvit.evaluate.features import Features
 from plainvit.evaluate.grid import choose_best, warn_at_edge
-from plainvit.train.guards import DivergedError
+from plainvit.train.nonfinite import DivergedError
 from plainvit.train.search import search_rates
 
 

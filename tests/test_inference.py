@@ -29,8 +29,8 @@ from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.folder import Folder
 from plainvit.train import setup
 from plainvit.train.finalize import make_trained_model
-from plainvit.train.guards import DivergedError
-from plainvit.train.masked import PredictPatches, evaluate_masked
+from plainvit.train.masked_objective import PredictPatches, evaluate_masked
+from plainvit.train.nonfinite import DivergedError
 from plainvit.train.run import fit
 from plainvit.train.setup import build_training
 from plainvit.train.state import averaged_weights

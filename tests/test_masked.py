@@ -22,7 +22,7 @@ from plainvit.models import ViT
 from plainvit.models.masked import Decoder, MaskedViT, check_maskable
 from plainvit.models.vit import patchify
 from plainvit.names import configure
-from plainvit.train.masked import PredictPatches
+from plainvit.train.masked_objective import PredictPatches
 
 SMALL = {"depth": 2, "width": 16, "heads": 2}  # of the decoder
 PIXELS = Masked(target="pixels", **SMALL)

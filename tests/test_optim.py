@@ -20,7 +20,7 @@ from plainvit.train.optim import (
     Muon,
     Optimizers,
     find_depth,
-    is_matrix,
+    has_weight_decay,
 )
 from plainvit.train.schedule import learning_rate
 
@@ -103,7 +103,7 @@ def test_only_kernels_decay() -> None:
     for name in ("ViT-Ti/16", "R+ViT-Ti/16", "BiT-R26x1"):
         model = create(name, image_size=32, device="meta") if "Bi" in name else create(name, 5, 64, device="meta")
         kernels, _ = decayed(model)
-        assert {id(p) for n, p in model.named_parameters() if is_matrix(n, p)} == {id(p) for p in kernels}
+        assert {id(p) for n, p in model.named_parameters() if has_weight_decay(n, p)} == {id(p) for p in kernels}
 
 
 @pytest.mark.parametrize(

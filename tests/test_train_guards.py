@@ -37,14 +37,16 @@ from plainvit.models import build
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
-from plainvit.train import guards, loop
+from plainvit.train import loop, micro_batch
 from plainvit.train import run as run_module
-from plainvit.train.guards import TOGETHER, DeviceMemoryError, DivergedError
 from plainvit.train.loop import validation_score
+from plainvit.train.micro_batch import DeviceMemoryError
+from plainvit.train.nonfinite import DivergedError
 from plainvit.train.objectives import Classify
 from plainvit.train.replay import replay
 from plainvit.train.run import fit
 from plainvit.train.search import search_rates
+from plainvit.train.signals import TOGETHER
 from plainvit.train.state import Training
 from plainvit.weights import save
 
@@ -414,10 +416,10 @@ def choose_on_device(
         tried.append(len(tensors[0]))
         return tried[-1] <= most
 
-    monkeypatch.setattr(guards, "can_compute", can_compute)
+    monkeypatch.setattr(micro_batch, "can_compute", can_compute)
     config = runs.config(batch=128, model=runs.MODEL.replace(classes=10), parallel="fsdp" if fsdp else "ddp")
     run: Any = SimpleNamespace(config=config, world=world or World())
-    return guards.choose_micro_batch(run, (torch.zeros(images, device="meta"),)), tried
+    return micro_batch.choose_micro_batch(run, (torch.zeros(images, device="meta"),)), tried
 
 
 @pytest.mark.parametrize(
@@ -441,10 +443,10 @@ def test_a_device_too_small_for_one_image_is_an_error(monkeypatch: pytest.Monkey
 def test_only_too_little_memory_makes_a_micro_batch_smaller() -> None:
     run: Any = SimpleNamespace(cast=nullcontext, optimizers=SimpleNamespace(zero=lambda: None))
     run.objective = runs.fail(NO_MEMORY)
-    assert not guards.can_compute(run, [])
+    assert not micro_batch.can_compute(run, [])
     run.objective = runs.fail(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="mat1"):
-        guards.can_compute(run, [])
+        micro_batch.can_compute(run, [])
 
 
 @pytest.mark.parametrize(("mine", "other", "fsdp", "expected"), [(64, 9, False, 9), (9, 64, False, 8), (4, 0, True, 0)])

@@ -26,8 +26,8 @@ from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
 from plainvit.train import finalize, loop
-from plainvit.train.guards import InterruptedRunError
 from plainvit.train.run import fit
+from plainvit.train.signals import InterruptedRunError
 from plainvit.train.state import Training
 from plainvit.train.time_budget import TimeBudget
 from plainvit.train.transfer import hash_init

@@ -5,7 +5,8 @@
 
 Saving copies the tensors and returns; a thread writes them to a temporary folder, syncs and renames it. A folder named
 step-N is therefore complete, and its hashes detect later damage. Tensors are full, gathered from the shards of FSDP,
-so that any number of processes reads them.
+so that any number of processes reads them. This is storage alone: train/state.py chooses what is saved
+(`Training.tensors`) and puts it back (`Training.restore`, `resume`).
 """
 
 import contextlib

@@ -25,7 +25,7 @@ from plainvit.data.vtab import GROUPS, TASKS, MissingTaskError, augment_for
 from plainvit.disk import write_text
 from plainvit.recipes import recipe
 from plainvit.runtime.folder import finite
-from plainvit.train.guards import DivergedError
+from plainvit.train.nonfinite import DivergedError
 from plainvit.train.run import fit
 from plainvit.train.transfer import read_starting_model
 

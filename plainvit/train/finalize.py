@@ -19,8 +19,8 @@ from plainvit.models import ResNet, ViT, build
 from plainvit.models.inference import NonFiniteError
 from plainvit.runtime.distributed import World
 from plainvit.runtime.parallel import full_tensor
-from plainvit.train.guards import DivergedError
-from plainvit.train.masked import PredictPatches, evaluate_masked
+from plainvit.train.masked_objective import PredictPatches, evaluate_masked
+from plainvit.train.nonfinite import DivergedError
 from plainvit.train.state import Training, averaged_weights
 from plainvit.weights import load, save
 

@@ -1,9 +1,9 @@
 """The training loop, the only one: pre-training, fine-tuning and self-supervision differ in what is passed to it.
 
-For each step: the next batch (prepared while the device worked on the last one), forward and backward pass, a guard
-that skips the update if the loss or the gradient is NaN or Inf, the update, and every so often a validation and a
-checkpoint. Everything random in a step follows from (seed, step), so a resumed run equals, bit for bit, the run that
-was never stopped.
+For each step: the next batch (prepared while the device worked on the last one), forward and backward pass (step.py),
+the update, or none if the loss or the gradient is NaN or Inf (nonfinite.py), and every so often a validation and a
+checkpoint (state.py). SIGINT and SIGTERM are read after each step (signals.py). Everything random in a step follows
+from (seed, step), so a resumed run equals, bit for bit, the run that was never stopped.
 """
 
 import contextlib
@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from plainvit.errors import NonFiniteError
 from plainvit.runtime.display import Display
-from plainvit.train.guards import (
-    DivergedError,
-    InterruptedRunError,
-    catch_signals,
-    choose_micro_batch,
-    is_finite_step,
-    skip_step,
-)
+from plainvit.train.micro_batch import choose_micro_batch
+from plainvit.train.nonfinite import DivergedError, is_finite_step, skip_step
 from plainvit.train.schedule import learning_rate
+from plainvit.train.signals import InterruptedRunError, catch_signals
 from plainvit.train.state import averaged_weights
-from plainvit.train.step import Prefetcher, launch
+from plainvit.train.step import Prefetcher, start_step
 
 if TYPE_CHECKING:
     from plainvit.train.state import Training
@@ -83,7 +78,7 @@ def take_step(run: "Training", prefetcher: Prefetcher, display: Display) -> tupl
         run.progress.micro_batch = choose_micro_batch(run, tensors)
         if run.progress.micro_batch < len(tensors[0]):
             display.print_line(f"micro-batch {run.progress.micro_batch}: what fits into the device's memory")
-    pending = launch(run, tensors)
+    pending = start_step(run, tensors)
     fill_seconds = prefetcher.fill()  # while the device computes
     waited += fill_seconds if pending.is_done() else 0.0  # the device has waited for the batch if it is done already
     loss, correct, norm, stop_signal = pending.read()

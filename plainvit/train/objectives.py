@@ -1,4 +1,4 @@
-"""Objectives: a model with its loss. This one classifies labels; train/masked.py predicts masked patches.
+"""Objectives: a model with its loss. This one classifies labels; train/masked_objective.py predicts masked patches.
 
 The loop calls `make_inputs(batch, step)` outside of compiled code, then `objective(*tensors)`, compiled, which returns
 the mean loss over the images and the number of correct predictions (NaN if there is no such number). A loss of your own

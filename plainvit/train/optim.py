@@ -16,7 +16,7 @@ from plainvit.models import ResNet, ViT
 from plainvit.runtime.parallel import shard_like
 
 
-def is_matrix(name: str, parameter: Tensor) -> bool:
+def has_weight_decay(name: str, parameter: Tensor) -> bool:
     """Whether a parameter decays, and Muon orthogonalizes it: kernels, not biases, norms, tokens or positions."""
     return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] == "weight"
 
@@ -46,7 +46,7 @@ def group_parameters(model: ViT | ResNet, optim: Optim, named: Iterable[tuple[st
     grouped: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named:
         scale = optim.layer_decay ** (layers + 1 - find_depth(name, layers))
-        decay = optim.weight_decay if is_matrix(name, parameter) else 0.0
+        decay = optim.weight_decay if has_weight_decay(name, parameter) else 0.0
         grouped.setdefault((scale, decay), []).append(parameter)
     return [
         {"params": parameters, "scale": scale, "weight_decay": decay, "lr": 0.0}
@@ -156,7 +156,7 @@ class Optimizers:
 
 def is_for_muon(name: str, parameter: nn.Parameter) -> bool:
     """Whether Muon trains a parameter: the blocks' matrices. AdamW trains embedding, head and convolutions."""
-    return parameter.ndim == 2 and "blocks." in name and is_matrix(name, parameter)
+    return parameter.ndim == 2 and "blocks." in name and has_weight_decay(name, parameter)
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.runtime.folder import Folder
 from plainvit.train.setup import build_training
 from plainvit.train.state import Training, copy_tensors, select
-from plainvit.train.step import launch
+from plainvit.train.step import start_step
 
 
 def replay(path: str | Path, step: int | None = None, data_root: str = "", device: str = "auto") -> dict[str, Any]:
@@ -77,7 +77,7 @@ def repeat_step(run: Training) -> dict[str, Any]:
     tensors = run.objective.make_inputs(batch, run.progress.step)
     run.objective.train()
     with record_non_finite(run.objective.model) as modules:
-        loss, _, norm, _ = launch(run, tensors).read()
+        loss, _, norm, _ = start_step(run, tensors).read()
     norms = {name: float(p.grad.norm()) for name, p in run.objective.named_parameters() if p.grad is not None}
     finite = {name: value for name, value in norms.items() if math.isfinite(value)}
     return {

@@ -28,19 +28,14 @@ from plainvit.runtime.display import print_line, readable, show_activity
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
 from plainvit.runtime.folder import Folder, describe_changes, environment, read_results
 from plainvit.train.finalize import finalize
-from plainvit.train.guards import (
-    DivergedError,
-    InterruptedRunError,
-    Terminated,
-    explain_out_of_memory,
-    handle_signals,
-    raise_on_termination,
-)
 from plainvit.train.linear_head import find_first
 from plainvit.train.loop import train
+from plainvit.train.micro_batch import explain_out_of_memory
+from plainvit.train.nonfinite import DivergedError
 from plainvit.train.resume_check import check_resumable
 from plainvit.train.search import check_search, search_rates
 from plainvit.train.setup import build_training
+from plainvit.train.signals import InterruptedRunError, Terminated, handle_signals, raise_on_termination
 from plainvit.train.state import Training, resume
 from plainvit.train.time_budget import TimeBudget
 from plainvit.train.transfer import hash_init, resolve

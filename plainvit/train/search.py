@@ -8,8 +8,8 @@ from typing import Any
 from plainvit.config import Config
 from plainvit.data.splits import Splits, open_splits
 from plainvit.evaluate.grid import choose_best, warn_at_edge
-from plainvit.train.guards import DivergedError
 from plainvit.train.loop import validation_score
+from plainvit.train.nonfinite import DivergedError
 
 log = logging.getLogger("plainvit")
 

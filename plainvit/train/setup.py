@@ -27,7 +27,7 @@ from plainvit.runtime.parallel import replicate, shard
 from plainvit.runtime.track import Tracker
 from plainvit.train.finalize import make_predictor, open_evaluation_set
 from plainvit.train.graphs import Graph, GraphedGradients, can_use_graphs
-from plainvit.train.masked import PredictPatches, validate_masked
+from plainvit.train.masked_objective import PredictPatches, validate_masked
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Average, Optimizers, freeze
 from plainvit.train.state import Training, autocast, uses_fsdp

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from plainvit.runtime.distributed import World
     from plainvit.runtime.folder import Folder
     from plainvit.runtime.track import Tracker
-    from plainvit.train.masked import PredictPatches
+    from plainvit.train.masked_objective import PredictPatches
     from plainvit.train.objectives import Classify
     from plainvit.train.optim import Average, Optimizers
 

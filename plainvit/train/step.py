@@ -1,12 +1,12 @@
 """One training step: the next batch, its gradients, and its loss back on the host.
 
+loop.py then updates the weights, or skips the update if the loss or the gradient is NaN or Inf (nonfinite.py).
 Everything random in a step follows from (seed, step), so any step can be run again: `plainvit replay`.
 """
 
 import hashlib
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plainvit.runtime.parallel import full_tensor
+from plainvit.train.signals import decode_signal, encode_signal
 
 if TYPE_CHECKING:
     from plainvit.data.loader import Batch
@@ -76,21 +77,7 @@ class PendingStep:
         return loss, correct, norm, decode_signal(signals, self.size)
 
 
-def encode_signal(received: Sequence[int], size: int) -> int:
-    """A number whose sum over `size` processes tells whether any of them received a signal, and which."""
-    if not received:
-        return 0
-    return 1 if received[0] == signal.SIGINT else size + 1
-
-
-def decode_signal(total: float, size: int) -> int:
-    """The signal that any process received, SIGTERM before SIGINT; 0 if none."""
-    if not total:
-        return 0
-    return signal.SIGINT if total <= size else signal.SIGTERM
-
-
-def launch(run: "Training", tensors: tuple[Tensor, ...]) -> PendingStep:
+def start_step(run: "Training", tensors: tuple[Tensor, ...]) -> PendingStep:
     """Starts the forward and backward pass of the current step."""
     # In eval mode there is no dropout or stochastic depth, and a CUDA graph of such a step would be replayed to the end
     assert all(module.training for module in run.objective.modules()), "a training step needs training mode"

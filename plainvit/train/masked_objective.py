@@ -1,4 +1,4 @@
-"""Masked prediction: which patches are hidden, the targets, the loss on held-out images, figures of the predictions.
+"""The objective of masked prediction: draws the masked patches and what replaces them; targets, loss, evaluation.
 
     plainvit train masked-cifar10             plainvit train mae-cifar10
     plainvit finetune --init runs/RUN         the final model is a plain ViT without a head
