@@ -148,8 +148,9 @@ def _run_probe(probe: str, cpu: str, environment: dict[str, str], cache: Path | 
     folder = cache or cache_folder()
     identity = "\n".join((cpu, importlib.metadata.version("torch"), probe))
     file = folder / f"cpu-bf16-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
-    with contextlib.suppress(OSError, ValueError):  # none yet, or damaged
-        if "crash" in (known := disk.read_json(file)):
+    with contextlib.suppress(OSError, ValueError):  # damaged
+        known = disk.read_json(file)
+        if "crash" in known:
             return known
     command = [sys.executable, "-c", probe]
     try:

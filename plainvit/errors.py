@@ -12,7 +12,7 @@ def exit_code(error: Exception) -> int:
     return getattr(error, "exit_code", 5 if is_resource_error else 2)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of the message, or the type of an error that has no message."""
     return next(filter(None, str(error).splitlines()), type(error).__name__)
 

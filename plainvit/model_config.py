@@ -55,10 +55,12 @@ def visible(text: str) -> str:
 
 def pair(size: int | Iterable[int]) -> tuple[int, int]:
     """(height, width) of a size given as one number (a square) or as a pair."""
-    both = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, Iterable) else (size,)
-    if len(both) != 2 or not all(isinstance(side, int) for side in both):
+    if isinstance(size, int):
+        return size, size
+    sides = tuple(size) if isinstance(size, Iterable) else ()
+    if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
         raise ValueError(f"a size must be an integer or (height, width), got {size!r}")
-    return both
+    return sides
 
 
 def largest_divisor(total: int, most: int) -> int:

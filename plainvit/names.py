@@ -86,19 +86,24 @@ def _parse_name(name: str, numerics: str, channels: int) -> tuple[type[Model], d
 
     Any patch size is valid by itself: the image size is a placeholder of one patch until `configure` sets the real one.
     """
-    if match := re.fullmatch(r"(Axial-)?ViT-(\w+)/([1-9]\d{0,3})", name):
-        axial, size, patch = match.groups()
+    vit = re.fullmatch(r"(Axial-)?ViT-(\w+)/([1-9]\d{0,3})", name)
+    if vit:
+        axial, size, patch = vit.groups()
         fields = _size(size, name) | _numerics(VIT_NUMERICS, numerics)
         fields |= {"patch": pair(int(patch)), "image_size": pair(int(patch))}
-        return ViTConfig, fields | ({"axial": True, "class_token": False, "pool": "average"} if axial else {})
-    if (match := re.fullmatch(r"(R\w*)\+ViT-(\w+)/(16|32)", name)) and (match[1], match[3]) in STEMS:
-        blocks, patch = STEMS[match[1], match[3]]
+        if axial:
+            fields |= {"axial": True, "class_token": False, "pool": "average"}
+        return ViTConfig, fields
+    hybrid = re.fullmatch(r"(R\w*)\+ViT-(\w+)/(16|32)", name)
+    if hybrid and (hybrid[1], hybrid[3]) in STEMS:
+        blocks, patch = STEMS[hybrid[1], hybrid[3]]
         shape: dict[str, Any] = {"blocks": blocks, "classes": 0, "preactivation": False, "padding": "same"}
         stem = ResNetConfig(**shape, channels=channels, **_numerics(STEM_NUMERICS, numerics))
-        fields = _size(match[2], name) | _numerics(VIT_NUMERICS, numerics)
+        fields = _size(hybrid[2], name) | _numerics(VIT_NUMERICS, numerics)
         return ViTConfig, fields | {"patch": pair(patch), "stem": stem}
-    if (match := re.fullmatch(r"BiT-(R\d+)x([1-9]\d?)", name)) and match[1] in UNITS:
-        fields = {"blocks": UNITS[match[1]], "widen": int(match[2])}
+    resnet = re.fullmatch(r"BiT-(R\d+)x([1-9]\d?)", name)
+    if resnet and resnet[1] in UNITS:
+        fields = {"blocks": UNITS[resnet[1]], "widen": int(resnet[2])}
         return ResNetConfig, fields | _numerics(RESNET_NUMERICS, numerics)
     raise ValueError(f"unknown model {name!r}; {nearest(name, NAMES)}")
 

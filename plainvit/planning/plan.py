@@ -40,6 +40,9 @@ def plan(
     model, device = resolve_model(config), DEVICES.get(on)
     run = _count_steps(config, model, images)
     step = describe_step(config, model, devices)
+    timing_source = device.timing_source if device else ""
+    if measured:
+        on, timing_source = measured["device"], measured["timing_source"]
     report: Report = {
         "recipe": config.recipe,
         "parameters": cost.parameters(model),
@@ -50,8 +53,8 @@ def plan(
         "run": run,
         "checkpoint_bytes": checkpoint_bytes(step),
         "checkpoints_kept": config.keep,
-        "on": measured["device"] if measured else on,
-        "timing_source": measured["timing_source"] if measured else device.timing_source if device else "",
+        "on": on,
+        "timing_source": timing_source,
         "devices": devices,
         "parallel": step.parallel,
         "step": _plan_step(step, device, run, measured),
@@ -78,7 +81,8 @@ def _check_arguments(config: Config, on: str, devices: int, images: int | None) 
     if devices < 1:
         raise ValueError(f"--devices must be at least 1, got {devices}")
     if config.batch % devices:
-        near = min((n for n in range(1, config.batch + 1) if config.batch % n == 0), key=lambda n: abs(n - devices))
+        divisors = (n for n in range(1, config.batch + 1) if config.batch % n == 0)
+        near = min(divisors, key=lambda n: abs(n - devices))
         raise ValueError(f"--batch {config.batch} is not divisible by --devices {devices}: try --devices {near}")
     if images is not None and images < 1:
         raise ValueError(f"--images must be at least 1, got {images}")
@@ -99,7 +103,8 @@ def _count_steps(config: Config, model: Model, images: int | None) -> Report:
 
 def describe_step(config: Config, model: Model, devices: int) -> Step:
     """The training step of one device."""
-    element_bytes, fast_path = 4 if config.precision == "fp32" else 2, config.fast_path == "auto"
+    element_bytes = 4 if config.precision == "fp32" else 2
+    fast_path = config.fast_path == "auto"
     return Step(
         model=model,
         images=config.batch // devices,
@@ -189,7 +194,8 @@ def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:
     if step["fits"] is False:
         shard = "--parallel fsdp, " if report["parallel"] == "ddp" else ""
         yield f"a step does not fit: use {shard}--recompute, a smaller --image-size or more --devices"
-    if 0 < config.hours < (hours := step.get("hours") or 0):
+    hours = step.get("hours") or 0.0
+    if 0 < config.hours < hours:
         yield f"--hours {config.hours:g} allows about {int(run['steps'] * config.hours / hours):,} steps"
 
 
@@ -235,11 +241,15 @@ def _describe_step(step: Report, devices: int) -> dict[str, str]:
     rows["time of a step"] = f"{1000 * step['seconds']:,.1f} ms"
     parts = {name: seconds for name, seconds in step["parts"].items() if seconds}
     rows |= {f"  {name}": f"{1000 * seconds:,.1f} ms" for name, seconds in parts.items() if len(parts) > 1}
-    mfu = f", {step['mfu']:.0%} of peak bf16 (MFU)" if step["mfu"] else ""
-    rows["speed"] = f"{_format(step['images_per_second'])} images/s{mfu}"
-    if hours := step["hours"]:
-        shared = f", {_format(hours * devices)} device-hours" if devices > 1 else ""
-        rows["time of the run"] = f"{_format(hours)} h{shared}" if hours >= 1 else f"{_format(60 * hours)} min"
+    rows["speed"] = f"{_format(step['images_per_second'])} images/s"
+    if step["mfu"]:
+        rows["speed"] += f", {step['mfu']:.0%} of peak bf16 (MFU)"
+    hours = step["hours"]
+    if hours and hours < 1:
+        rows["time of the run"] = f"{_format(60 * hours)} min"
+    elif hours:
+        device_hours = f", {_format(hours * devices)} device-hours" if devices > 1 else ""
+        rows["time of the run"] = f"{_format(hours)} h{device_hours}"
     return rows
 
 

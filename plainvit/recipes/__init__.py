@@ -109,9 +109,9 @@ def in_file(name: str) -> bool:
 
 def _load(name: str) -> Recipe:
     """The function of FILE.py:FUNCTION."""
-    file, _, function = (name + ":" if name.endswith(".py") else name).rpartition(":")
-    if not function:
-        raise ValueError(f"no function given for {file}: use {file}:FUNCTION")
+    if name.endswith(".py"):
+        raise ValueError(f"no function given for {name}: use {name}:FUNCTION")
+    file, _, function = name.rpartition(":")
     if not Path(file).is_file():
         raise ValueError(f"file {file} of recipe {name} does not exist")
     module = import_file(Path(file))

@@ -75,9 +75,8 @@ def pretraining(name: str) -> Config:
 
 def _describe_pretraining(name: str) -> Recipe:
     row = ROWS[name]
-    if row.data == "imagenet":
-        title, source, protocol = "ImageNet", "big_vision's vit_i1k.py", "at 224 px"
-    else:
+    title, source, protocol = "ImageNet", "big_vision's vit_i1k.py", "at 224 px"
+    if row.data == "imagenet21k":
         title, source, protocol = "ImageNet-21k", "released weights", "after augreg-ft-imagenet, 384 px"
     return describe_recipe(
         partial(pretraining, name),

@@ -21,7 +21,12 @@ def bit(data: DataSummary = DataSummary(images=10_000, classes=100, side=224)) -
     """
     # The published rule has no warm-up; the released code uses 100 steps on small datasets and 500 on others.
     # R152x4, and the released code for all models, resize to 512 and crop 480 instead of 448 and 384
-    steps = 500 if data.images < 20_000 else 10_000 if data.images < 500_000 else 20_000
+    if data.images < 20_000:
+        steps = 500
+    elif data.images < 500_000:
+        steps = 10_000
+    else:
+        steps = 20_000
     resize, crop = (160, 128) if data.side < 96 else (448, 384)
     return Config(
         image_size=crop,

@@ -113,8 +113,8 @@ class Checkpoints:
         """Steps that have a checkpoint, in ascending order."""
         if not self.folder.is_dir():
             return []
-        names = (path.name for path in self.folder.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name)))
+        matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
 
     def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Tensors and state of the newest valid checkpoint. Skips damaged ones with a warning."""

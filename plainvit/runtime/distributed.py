@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,19 +83,19 @@ class World:
 
     def run_on_all_ranks(self, make: Callable[[], T], same: Callable[[T], str] | None = None) -> T:
         """Calls `make()` in every process. Raises in all of them if it fails in one or if `same(result)` differs."""
-        result, error = None, ""
+        if self.size == 1:
+            return make()
+        result: Any = None
+        error = ""
         try:
             result = make()
         except (ValueError, OSError) as failure:
-            if self.size == 1:
-                raise
             error = f"{exit_code(failure)} {first_line(failure)}"
         for rank, reported in enumerate(self.gather_strings(error)):
             if reported:
                 code, _, message = reported.partition(" ")
                 raise DisagreementError(f"rank {rank}: {message}" if rank else message, int(code))
-        assert result is not None
-        if self.size > 1 and same and len(set(self.gather_strings(same(result)))) > 1:
+        if same and len(set(self.gather_strings(same(result)))) > 1:
             raise DisagreementError("the processes have different configs or data: start all with the same command", 2)
         return result
 
@@ -108,10 +108,7 @@ def join(device: str, timeout: float) -> World:
     """Joins the processes that torchrun started; without torchrun, a World of one."""
     if "RANK" not in os.environ:
         return World(device=choose_device(device))
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if missing := [name for name in names if not os.environ.get(name, "").isdigit()]:
-        raise ValueError(f"RANK is set, but {missing[0]} is no number: start with torchrun or --devices")
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    rank, size, local_rank, local_size = map(_read_number, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     device = choose_device(device, local_rank, local_size)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -126,10 +123,18 @@ def join(device: str, timeout: float) -> World:
     except (RuntimeError, ValueError, LookupError) as error:
         message = f"rank {rank} cannot connect to MASTER_ADDR:MASTER_PORT {address}: {first_line(error)}"
         raise ValueError(message) from error
-    count, limit = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    if rank == 0 and count != "0":
-        log.warning("a process failed: restart %s of %s from the last checkpoint", count, limit)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if rank == 0 and restarts != "0":
+        most = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        log.warning("a process failed: restart %s of %s from the last checkpoint", restarts, most)
     return World(rank, size, device)
+
+
+def _read_number(name: str) -> int:
+    value = os.environ.get(name, "")
+    if not value.isdigit():
+        raise ValueError(f"RANK is set, but {name} is no number: start with torchrun or --devices")
+    return int(value)
 
 
 def end_with_parent() -> None:

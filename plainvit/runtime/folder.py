@@ -26,6 +26,15 @@ from typing import Any, Self
 from plainvit.device import processor
 from plainvit.disk import DiskError, read_json, write_text
 
+METRIC_RANGES = {
+    "images": (1, 2**53),
+    "top1": (0, 1.0),
+    "top5": (0, 1.0),
+    "majority_accuracy": (0, 1.0),
+    "nll": (0, math.inf),
+    "loss": (0, math.inf),
+}
+
 
 class Folder:
     """One run's folder, locked while it is open. Only the main process writes into it."""
@@ -132,13 +141,13 @@ def check_metrics(metrics: Any, name: str) -> None:
     """Raises ValueError for metrics of a split that no run writes, which is why they are not used."""
     if not isinstance(metrics, dict):
         raise ValueError(f"{name} is {shorten_repr(metrics)}, not an object: delete the file and repeat the command")
-    most = {"images": 2**53, "top1": 1.0, "top5": 1.0, "majority_accuracy": 1.0, "nll": math.inf, "loss": math.inf}
-    for key in [key for key in most if key in metrics]:
-        value, is_required = metrics[key], key in ("images", "top1")  # others are null where they are NaN or Inf
-        is_number = type(value) in (int, float) and (key == "images") <= value <= most[key]
-        if not is_number and (is_required or value is not None):
-            limits = f"{name}.{key} is {shorten_repr(value)}, not a number up to {most[key]:g}"
-            raise ValueError(f"{limits}: delete the file and repeat the command of the run")
+    for key, (least, most) in METRIC_RANGES.items():
+        value = metrics.get(key)
+        if key not in metrics or (value is None and key not in ("images", "top1")):  # null in place of NaN and Inf
+            continue
+        if type(value) not in (int, float) or not least <= value <= most:
+            problem = f"{name}.{key} is {shorten_repr(value)}, not a number from {least} to {most:g}"
+            raise ValueError(f"{problem}: delete the file and repeat the command of the run")
 
 
 def shorten_repr(value: object) -> str:
@@ -196,7 +205,7 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "device": gpu or f"{processor()}, {threads} thread{'s' * (threads > 1)}",
+        "device": gpu or f"{processor()}, {'1 thread' if threads == 1 else f'{threads} threads'}",
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "command": command(),

@@ -97,7 +97,8 @@ def check_processes(config: Config, devices: int) -> Iterator[Problem]:
     try:
         choose_device(config.device, 0, devices)
     except ValueError as error:
-        yield str(error), f"--devices {count}" if (count := torch.cuda.device_count()) else "--device auto"
+        gpus = torch.cuda.device_count()
+        yield str(error), f"--devices {gpus}" if gpus else "--device auto"
     if config.batch % devices:
         problem = f"--batch {config.batch} is not divisible by the {devices} processes"
         yield problem, f"--batch {math.ceil(config.batch / devices) * devices}"
@@ -121,25 +122,20 @@ def check_data(config: Config) -> Iterator[Problem]:
 
 def check_optim(config: Config) -> Iterator[Problem]:
     """Settings of the optimizer that often go wrong."""
-    optim, is_scratch = config.optim, not config.init
-    if optim.name != "sgd" and not optim.warmup and is_scratch:
+    optim = config.optim
+    if optim.name != "sgd" and not optim.warmup and not config.init:
         yield "a ViT trained from scratch without warm-up often diverges", "--optim.warmup 0.05"
-    if optim.name == "sgd" and optim.weight_decay:
-        yield "the weight decay of SGD is L2 in the gradient, unlike Adam's in the paper", "--optim.weight-decay 0"
     if optim.name in ("adamw", "lamb") and 0 < optim.weight_decay < 1e-3:
         problem = f"--optim.weight-decay {optim.weight_decay:g} is multiplied by lr and has little effect"
         yield problem, f"--optim.weight-decay {optim.weight_decay / optim.lr:.3g} if the value is big_vision's"
-    if optim.name == "sgd" and is_scratch:
-        yield "SGD trains a ViT from scratch far worse than Adam", "--optim.name adamw --optim.lr 1e-3"
-    if optim.clip == 0 and is_scratch:
-        yield "gradients are not clipped", "--optim.clip 1 if it diverges"
     if optim.lr > 5e-3 and optim.name == "adamw":
         yield f"--optim.lr {optim.lr:g} is high for AdamW", "--optim.lr 1e-3"
 
 
 def check_tokens(model: ViTConfig, *, has_weights: bool) -> Iterator[Problem]:
     """Too few or too many tokens; weights fix the patch, so only the image size can change then."""
-    tokens, (height, width) = model.grid[0] * model.grid[1], model.image_size
+    (rows, columns), (height, width) = model.grid, model.image_size
+    tokens = rows * columns
     if tokens < FEW_TOKENS:
         factor = math.ceil((FEW_TOKENS / tokens) ** 0.5)
         fix = f"--model.image-size {factor * height} {factor * width}"
@@ -148,10 +144,8 @@ def check_tokens(model: ViTConfig, *, has_weights: bool) -> Iterator[Problem]:
         elif not model.stem:
             patch = [largest_divisor(side, max(side // 4, 1)) for side in model.image_size]
             fix = f"--model.patch {patch[0]} {patch[1]}, or larger images: {fix}"
-        problem = (
-            f"{model.stride[0]}-pixel patches on {height}-pixel images give only {tokens} token{'s' * (tokens > 1)}"
-        )
-        yield problem, fix
+        count = "1 token" if tokens == 1 else f"{tokens} tokens"
+        yield f"{model.stride[0]}-pixel patches on {height}-pixel images give only {count}", fix
     if tokens > MANY_TOKENS:
         yield f"{tokens} tokens: attention grows with their square", "a larger patch or smaller images"
 

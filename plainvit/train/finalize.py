@@ -44,9 +44,14 @@ def finalize(
     except NonFiniteError as error:
         raise DivergedError(f"with the final weights, {error}") from error
     progress = run.progress
-    was_best = bool(run.config.patience and progress.best_step)
-    numbers |= chosen | {"chosen_on_val": was_best or "trained" in chosen, "skipped_steps": progress.skipped}
-    numbers |= {"steps": progress.step, "steps_asked": run.config.steps} | find_better_step(run, numbers)
+    is_best_step = bool(run.config.patience and progress.best_step)
+    numbers |= chosen | find_better_step(run, numbers)
+    numbers |= {
+        "chosen_on_val": is_best_step or "trained" in chosen,
+        "skipped_steps": progress.skipped,
+        "steps": progress.step,
+        "steps_asked": run.config.steps,
+    }
     run.folder.write("results.json", numbers)
     if run.world.is_main:  # the report of an interruption must not be mistaken for the final one
         (run.folder.path / "report.html").unlink(missing_ok=True)
@@ -73,11 +78,12 @@ def choose_model(run: Training, first: dict[str, Any] | None) -> tuple[ViT | Res
 
 def describe_choice(numbers: dict[str, Any]) -> Iterator[str]:
     """A line on which of the first and the trained model is the final one; nothing for other runs."""
-    if "final" in numbers:
-        first = f"first {numbers['first']['top1']:.2%}"
-        trained = f"{numbers['trained']['top1']:.2%}" if "trained" in numbers else "non-finite values"
-        accuracies = f"held-out images: {first}, after {numbers['steps']} steps {trained}"
-        yield f"final model: the {numbers['final']} one ({accuracies})"
+    if "final" not in numbers:
+        return
+    first = f"{numbers['first']['top1']:.2%}"
+    trained = f"{numbers['trained']['top1']:.2%}" if "trained" in numbers else "non-finite values"
+    accuracies = f"held-out images: first {first}, after {numbers['steps']} steps {trained}"
+    yield f"final model: the {numbers['final']} one ({accuracies})"
 
 
 def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -85,9 +91,10 @@ def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
     val, progress = numbers.get("val", {}), run.progress
     if "top1" not in val or run.config.patience or progress.best_step is None:
         return {}
-    error = math.sqrt(val["top1"] * (1 - val["top1"]) / val["images"])
-    better = progress.best > val["top1"] + 2 * error
-    return {"better_before": {"step": progress.best_step, "top1": progress.best}} if better else {}
+    standard_error = math.sqrt(val["top1"] * (1 - val["top1"]) / val["images"])
+    if progress.best <= val["top1"] + 2 * standard_error:
+        return {}
+    return {"better_before": {"step": progress.best_step, "top1": progress.best}}
 
 
 def evaluate_splits(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dict[str, Any], list[Sample]]:
@@ -121,9 +128,15 @@ def open_evaluation_set(config: Config, source: Source, world: World, *, keep: b
     """A split, preprocessed as the run's model needs it."""
     assert config.model
     assert config.preprocess
-    batch, workers = min(config.batch, 512), None if config.workers < 0 else config.workers
-    options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world, "keep": keep}
-    return EvaluationSet(source, config.model.image_size, config.preprocess, **options)
+    return EvaluationSet(
+        source,
+        config.model.image_size,
+        config.preprocess,
+        batch=min(config.batch, 512),
+        workers=None if config.workers < 0 else config.workers,
+        world=world,
+        keep=keep,
+    )
 
 
 def make_trained_model(run: Training) -> ViT | ResNet:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plainvit.data.decode import DataError
 from plainvit.data.sources import Source
@@ -140,10 +140,10 @@ def fit_head(run: "Training", features: Tensor, labels: Tensor) -> tuple[Tensor,
 def set_head(run: "Training", weight: Tensor, bias: Tensor) -> None:
     """Copies a head into the model and its average; of DeiT's two heads, whose mean is used, into both."""
     release_gathered(run.objective.model)
-    averages = run.average.weights if run.average else {}
-    for name in ("head", "head_distillation"):
-        layer: nn.Linear | None = getattr(run.objective.model, name, None)
-        for part, value in (("weight", weight), ("bias", bias)) if layer else ():
-            tensors = [getattr(layer, part), *([averages[f"{name}.{part}"]] if averages else [])]
-            for tensor in tensors:
-                tensor.copy_(shard_like(value, tensor))
+    trained = run.objective.model.state_dict()
+    averaged = run.average.weights if run.average else {}
+    for part, value in (("weight", weight), ("bias", bias)):
+        for name in (f"head.{part}", f"head_distillation.{part}"):
+            for tensors in (trained, averaged):
+                if name in tensors:
+                    tensors[name].copy_(shard_like(value, tensors[name]))

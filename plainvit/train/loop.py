@@ -111,8 +111,9 @@ def validate(run: "Training", display: Display) -> None:
         run.record({"step": progress.step, "val": {"non_finite": error.images}})
         display.print_line(f"{title}  {error}")
         return
-    if validation_score(metrics) > progress.best:
-        progress.best, progress.best_step, progress.worse = validation_score(metrics), progress.step, 0
+    score = validation_score(metrics)
+    if score > progress.best:
+        progress.best, progress.best_step, progress.worse = score, progress.step, 0
     else:
         progress.worse += 1
     run.record({"step": progress.step, "val": metrics})

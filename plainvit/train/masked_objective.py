@@ -159,7 +159,8 @@ def evaluate_masked(objective: PredictPatches, prepared: EvaluationSet) -> dict[
     with eval_mode(objective):
         for batch in prepared.batches():
             good = ~np.isin(batch.index, [index for index, _ in batch.bad])
-            images, count = batch.images[torch.from_numpy(good).to(batch.images.device)], int(good.sum())
+            images = batch.images[torch.from_numpy(good).to(batch.images.device)]
+            count = len(images)
             sums[3] += len(batch.bad)
             if count:
                 with autocast(objective.config, images.device):

@@ -97,13 +97,14 @@ class Classify(nn.Module):
     def forward(
         self, images: Tensor, targets: Tensor, labels: Tensor, predicted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        logits = self.model(images)
-        both = logits if isinstance(logits, tuple) else (logits, logits)  # DeiT's second head learns from the teacher
-        if predicted is None and isinstance(logits, tuple):  # train the mean of both heads, which inference uses (timm)
-            both = ((logits[0] + logits[1]) / 2,) * 2
-        loss = self.loss(both[0], targets)
+        logits = from_teacher = self.model(images)
+        if isinstance(logits, tuple):
+            logits, from_teacher = logits  # DeiT's second head learns from the teacher
+            if predicted is None:  # train the mean of both heads, which inference uses (timm)
+                logits = (logits + from_teacher) / 2
+        loss = self.loss(logits, targets)
         if self.weights is not None:
             loss = loss * (targets @ self.weights)
         if predicted is not None:
-            loss = (loss + softmax_loss(both[1], predicted)) / 2
-        return loss.mean(), (both[0].argmax(-1) == labels).sum()
+            loss = (loss + softmax_loss(from_teacher, predicted)) / 2
+        return loss.mean(), (logits.argmax(-1) == labels).sum()

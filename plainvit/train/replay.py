@@ -49,13 +49,15 @@ def replay(path: str | Path, step: int | None = None, data_root: str = "", devic
     with Folder(path, writes=False) as folder:  # the run may still be training
         run = build_training(config, open_splits(config), folder, quiet=True)
         copy_tensors(select(tensors, "model."), run.objective.state_dict())
-        run.progress.step, run.progress.micro_batch = steps_done, state.get("progress", state)["micro_batch"]
+        run.progress.step = steps_done
+        run.progress.micro_batch = state.get("progress", state)["micro_batch"]  # a capture has no progress
         return {"run": str(path), "step": steps_done + 1} | repeat_step(run)
 
 
 def read_state(path: Path, step: int | None) -> tuple[dict[str, Tensor], dict[str, Any], int]:
     """Weights before a step, which is counted from 1 as in the metrics; by default the last captured step."""
-    captures, checkpoints = Checkpoints(path / "captures", 1), Checkpoints(path / "checkpoints", 1)
+    captures = Checkpoints(path / "captures", 1)
+    checkpoints = Checkpoints(path / "checkpoints", 1)
     if step is None:
         if not captures.steps():
             raise ValueError(

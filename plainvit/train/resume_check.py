@@ -26,10 +26,10 @@ def check_resumable(config: Config, splits: Splits, folder: Folder, *, force: bo
 
 def has_results(folder: Folder, bare: bool) -> bool:
     """Whether the run ended and its final files exist; damaged weights are written again from a checkpoint."""
-    files = ("results.json", *(() if bare else ("report.html",)))
-    ended = folder.read("status.json").get("state") == "done"
-    is_complete = ended and all((folder.path / name).is_file() for name in files)
-    return is_complete and has_valid_checksum(folder.path / "model.safetensors")
+    files = ["results.json"] if bare else ["results.json", "report.html"]
+    if folder.read("status.json").get("state") != "done" or not all((folder.path / name).is_file() for name in files):
+        return False
+    return has_valid_checksum(folder.path / "model.safetensors")
 
 
 def has_valid_checksum(path: Path) -> bool:
@@ -45,7 +45,9 @@ def check_config(config: Config, old: Config, folder: Folder, *, force: bool, is
     if not changed:
         return
     shown = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
-    changes = ", ".join(shown[:SHOWN]) + f" and {len(shown) - SHOWN} more" * (len(shown) > SHOWN)
+    changes = ", ".join(shown[:SHOWN])
+    if len(shown) > SHOWN:
+        changes += f" and {len(shown) - SHOWN} more"
     if not force:
         raise ValueError(
             f"{folder.path} holds a run with another config ({changes}): use another --out, or --force to change it"

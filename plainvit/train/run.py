@@ -20,7 +20,7 @@ from plainvit.analyse.report import write_report
 from plainvit.config import Config, Model, ResNetConfig, to_json
 from plainvit.data.known import SETS
 from plainvit.data.splits import Splits, find_data_problems, open_splits
-from plainvit.errors import exit_code
+from plainvit.errors import exit_code, first_line
 from plainvit.models import ResNet, ViT
 from plainvit.names import SIZES
 from plainvit.recipes import list_recipes, recipe
@@ -121,10 +121,11 @@ def check_recipe(config: Config) -> None:
     """Raises ValueError if the recipe is tuned for a known dataset and another one is given."""
     if config.recipe not in list_recipes():
         return
-    tuned, given = recipe(config.recipe).data, config.data.partition(":")[0]  # digits:01234 is a part of digits
+    tuned_for = recipe(config.recipe).data
+    given = config.data.partition(":")[0]  # digits:01234 is a part of digits
     known = (*SETS, "digits")
-    if tuned in known and given != tuned and (given in known or tuned == "digits"):
-        problem = f"recipe {config.recipe!r} is tuned for {tuned}, not for {config.data}"
+    if tuned_for in known and given != tuned_for and (given in known or tuned_for == "digits"):
+        problem = f"recipe {config.recipe!r} is tuned for {tuned_for}, not for {config.data}"
         raise ValueError(f"{problem}: choose another from `plainvit recipes '*'`, or give --force")
 
 
@@ -147,8 +148,9 @@ def search_in(world: World, folder: Folder, config: Config, options: Options) ->
 
 def run_in(world: World, folder: Folder, config: Config, splits: Splits, options: Options) -> Fitted:
     """The run itself. However it ends, status.json says so; what is invalid at the start leaves nothing behind."""
-    bare, force = options.bare, options.force
-    is_finished = world.run_on_all_ranks(lambda: check_resumable(config, splits, folder, force=force, bare=bare))
+    is_finished = world.run_on_all_ranks(
+        lambda: check_resumable(config, splits, folder, force=options.force, bare=options.bare)
+    )
     world.barrier()  # all have read the folder before the main process writes into it
     if is_finished:
         log.warning("%s is finished: nothing to do", folder.path)
@@ -197,14 +199,19 @@ def name_model(model: Model) -> str:
 
 def write_start(run: Training, splits: Splits) -> None:
     """The data, config, environment and status of the run, before its first step."""
-    folder, config, world = run.folder, run.config, run.world
-    init = {"init": hash_init(config)} if config.init else {}
-    folder.write("data.json", splits.describe | init | {"loading": run.loader.mode})
+    folder, config = run.folder, run.config
+    data = splits.describe | {"loading": run.loader.mode}
+    if config.init:
+        data["init"] = hash_init(config)
+    folder.write("data.json", data)
     folder.write("config.json", to_json(config))
-    first, now = folder.read("environment.json"), environment(world.device) | {"processes": world.size}
-    folder.write("environment.json", first or now)
-    if run.checkpoints.steps() and (change := describe_changes(first, now)) and not run.quiet:
-        log.warning("%s since the run started: the samples are the same, the bits are not", change)
+    at_start = folder.read("environment.json")
+    now = environment(run.world.device) | {"processes": run.world.size}
+    folder.write("environment.json", at_start or now)
+    if run.checkpoints.steps() and not run.quiet:
+        changes = describe_changes(at_start, now)
+        if changes:
+            log.warning("%s since the run started: the samples are the same, the bits are not", changes)
     folder.write_status("running", folder.read("status.json").get("step", 0), config.steps)
 
 
@@ -224,15 +231,23 @@ def train_timed(run: Training, splits: Splits) -> dict[str, Any] | None:
 
 def write_end(run: Training, error: BaseException, report: bool) -> None:
     """status.json of a run that did not finish, and a report unless it failed."""
-    was_stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt | Terminated)
-    state = "interrupted" if was_stopped else "diverged" if isinstance(error, DivergedError) else "failed"
-    usual = 130 if was_stopped else exit_code(error) if isinstance(error, ValueError | OSError) else 1
-    message, kind = str(error).partition("\n")[0], type(error).__name__
-    is_plain = message and isinstance(error, ValueError | OSError | Terminated)
-    reason = message if is_plain else f"{kind}: {message}".removesuffix(": ")
-    code = getattr(error, "exit_code", usual)
-    if isinstance(error, LostError):  # the main process may be the one that is gone
-        run.folder.writes |= run.folder.read("status.json").get("state") == "running"
+    state, code = classify_end(error)
+    reason = first_line(error)
+    if str(error) and not isinstance(error, ValueError | OSError | Terminated):  # such as KeyError: 'loss'
+        reason = f"{type(error).__name__}: {reason}"
+    if isinstance(error, LostError) and run.folder.read("status.json").get("state") == "running":
+        run.folder.writes = True  # the main process may be the one that is gone
     run.folder.write_status(state, run.progress.step, run.steps, reason, code)
     if run.world.is_main and report and state != "failed":
         write_report(run.folder.path)
+
+
+def classify_end(error: BaseException) -> tuple[str, int]:
+    """The state in status.json and the exit code of a run that ends with this error."""
+    if isinstance(error, InterruptedRunError | Terminated):
+        return "interrupted", error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 128 + signal.SIGINT
+    if isinstance(error, DivergedError):
+        return "diverged", error.exit_code
+    return "failed", exit_code(error) if isinstance(error, ValueError | OSError) else 1

@@ -128,9 +128,9 @@ def resume(run: Training) -> None:
     """Restores the newest valid checkpoint, the same one in all processes, and sets newer, damaged ones aside."""
     run.world.barrier()  # nobody reads while another process still writes or deletes
     checkpoint = run.checkpoints.newest()
-    run.world.run_on_all_ranks(lambda: checkpoint or ({}, {}), lambda loaded: str(loaded[1].get("step")))
+    run.world.run_on_all_ranks(lambda: checkpoint[1]["step"] if checkpoint else None, str)
     if checkpoint:
-        run.world.run_on_all_ranks(lambda: run.restore(*checkpoint) or True)
+        run.world.run_on_all_ranks(lambda: run.restore(*checkpoint))
     run.set_length(run.progress.length if run.config.hours else None)
     if run.config.micro_batch:
         run.progress.micro_batch = run.config.micro_batch

@@ -38,22 +38,25 @@ class TimeBudget:
         saved, which keeps the new length, so that a resumed run continues exactly.
         """
         run, now = self.run, time.monotonic()
-        step, (last, self.last_look) = run.progress.step, (self.last_look, (run.progress.step, now))
-        if last is None or step >= run.steps:  # at the end the learning rate is 0: no way back
+        step, last_look = run.progress.step, self.last_look
+        self.last_look = step, now
+        if last_look is None or step >= run.steps:  # at the end the learning rate is 0: no way back
             return
-        seconds, left = average_over_processes(run, (now - last[1], self.deadline - now))
-        pace = seconds / (step - last[0])
+        last_step, last_time = last_look
+        seconds, left = average_over_processes(run, (now - last_time, self.deadline - now))
+        pace = seconds / (step - last_step)
         self.pace = pace if self.pace is None or self.is_early() else (self.pace + pace) / 2
         steps = min(step + max(int(left / self.pace), 0), run.config.steps)
-        change, is_last = steps / run.steps - 1, steps == run.config.steps
-        if steps == run.steps or (0 < change < LEAST_CHANGE and not is_last):
+        change = steps / run.steps - 1
+        if change == 0 or (0 < change < LEAST_CHANGE and steps < run.config.steps):
             return
         if abs(change) >= LEAST_CHANGE:
             message = (
                 f"--hours {run.config.hours:g} allows {steps} steps instead of {run.steps}, {self.pace:.2g} s each"
             )
-            few = ", too few to learn much" if steps < min(USEFUL_STEPS, run.config.steps) else ""
-            display.print_line(message + few)
+            if steps < min(USEFUL_STEPS, run.config.steps):
+                message += ", too few to learn much"
+            display.print_line(message)
         run.set_length(steps)
         display.total = steps
 

@@ -42,23 +42,12 @@ def resolve(config: Config, splits: Splits) -> Config:
     check_classes(config, splits)
     config = choose_cpu_defaults(config)
     classes = len(splits.classes) if config.objective == "classify" else 0
-    model, preprocess = config.model, Preprocess()
-    if config.init:
-        implied, preprocess = read_starting_model(config)
-        model = model or implied
-    if model is None:
-        raise ValueError("no model to train: give --init WEIGHTS (`plainvit weights` lists some) or --model NAME")
-    if config.image_size:
-        model = model.replace(image_size=pair(config.image_size))
-    if config.objective != "classify":
-        check_maskable(model, config.objective, config.masked)
-        assert isinstance(model, ViTConfig)
-        model = model.without_head()  # only the encoder is trained
+    model, preprocess = choose_architecture(config)
     if model.classes not in (0, classes):
-        name, flag = (config.init, "--head zero") if config.init and config.head == "keep" else ("the model", "")
-        raise DataError(
-            f"{name} has {model.classes} classes, but {config.data} has {classes}: use {flag or '--model.classes 0'}"
-        )
+        name, flag = "the model", "--model.classes 0"
+        if config.init and config.head == "keep":
+            name, flag = config.init, "--head zero"
+        raise DataError(f"{name} has {model.classes} classes, but {config.data} has {classes}: use {flag}")
     check_augmentation(config, model)
     if config.head == "linear" and not (config.init and classes):
         config = config.replace(head="zero")
@@ -70,12 +59,28 @@ def resolve(config: Config, splits: Splits) -> Config:
     )
 
 
+def choose_architecture(config: Config) -> tuple[Model, Preprocess]:
+    """The model that is trained, --model or that of init, and the preprocessing of init."""
+    model, preprocess = config.model, Preprocess()
+    if config.init:
+        implied, preprocess = read_starting_model(config)
+        model = model or implied
+    if model is None:
+        raise ValueError("no model to train: give --init WEIGHTS (`plainvit weights` lists some) or --model NAME")
+    if config.image_size:
+        model = model.replace(image_size=pair(config.image_size))
+    if config.objective != "classify":
+        check_maskable(model, config.objective, config.masked)
+        model = model.without_head()  # only the encoder is trained
+    return model, preprocess
+
+
 def check_classes(config: Config, splits: Splits) -> None:
     """A classifier needs two classes, and an image of two of them."""
     if config.objective != "classify":
         return
     count, present = len(splits.classes), len(np.unique(splits.train.labels))
-    if count < 2 or present < 2:
+    if present < 2:
         name = splits.classes[int(splits.train.labels[0])]
         problem = f"has training images of one class ({name!r})" if count > 1 else f"has one class ({name!r})"
         raise DataError(f"{config.data} {problem}, but training needs two or more: one folder of images for each class")
@@ -85,8 +90,9 @@ def choose_cpu_defaults(config: Config) -> Config:
     """Fine-tuning on a CPU takes ten minutes unless a length is given, in small batches unless --batch is given."""
     if config.steps or config.epochs or not is_finetuned_on_cpu(config):
         return config
-    is_recipes_batch = config.recipe in list_recipes() and config.batch == recipe(config.recipe).batch
-    return config.replace(hours=config.hours or CPU_HOURS, batch=CPU_BATCH if is_recipes_batch else config.batch)
+    config = config.replace(hours=config.hours or CPU_HOURS)
+    is_default_batch = config.recipe in list_recipes() and config.batch == recipe(config.recipe).batch
+    return config.replace(batch=CPU_BATCH) if is_default_batch else config
 
 
 def is_finetuned_on_cpu(config: Config) -> bool:
@@ -135,8 +141,10 @@ def hash_init(config: Config) -> str:
     path = weights_path(config.init)
     if not path.exists():
         raise ValueError(f"--init {path}: there is no such file or folder")
-    weights = ([*path.glob(f"*.{kind}")] for kind in ("safetensors", "bin", "pth"))  # in the order of `load`
-    files = sorted(next(filter(None, weights), [])) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        by_kind = [sorted(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin", "pth")]  # in the order of `load`
+        files = by_kind[0] or by_kind[1] or by_kind[2]
     return hashlib.sha256("".join(file_hash(file) for file in files).encode()).hexdigest()[:16]
 
 
