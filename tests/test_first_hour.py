@@ -22,7 +22,6 @@ from plainvit.data.splits import open_splits
 from plainvit.evaluate.card import read_card, settings_of
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
-from plainvit.runtime import display
 from plainvit.runtime.folder import metrics
 from plainvit.train import finalize, linear_head, time_budget
 from plainvit.train.run import describe_plan, fit
@@ -241,18 +240,6 @@ def test_the_plan_is_printed_in_one_line(weights: str) -> None:
     plan = describe_plan(resolve(run_config, splits), splits)
     assert f"{len(splits.train)} training images in 3 classes, {len(splits.val)} held out" in plan
     assert "ViT-Ti/4 at 16 px; 6 steps of 12, at most 30m00s" in plan
-
-
-def test_long_work_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def timer(_: float, call: Any) -> SimpleNamespace:
-        return SimpleNamespace(start=call, cancel=lambda: None)
-
-    monkeypatch.setattr(display.threading, "Timer", timer)
-    with display.show_activity("counting stars"):
-        pass
-    with display.show_activity("counting sheep", quiet=True):
-        pass
-    assert capsys.readouterr().err == "counting stars ...\n"
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import small_runs as runs
 import torch
-from small_runs import complete_run, error_of, losses, stopped_run
+from small_runs import complete_run, losses, stopped_run
 from tiny import mostly_slow
 
 import plainvit
@@ -111,23 +111,3 @@ def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
 
 
 # From the command line ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    mostly_slow(
-        [
-            ("--model.patch 16 16", "hides 1 of 1 x 1 patches"),
-            ("--masked.target colors16 --masked.no-normalize --model.patch 2 2", "divisible by 4"),
-            ("--augment.mixup 0.5", "add --augment.mixup 0"),
-        ],
-        2,
-    ),
-)
-@quick
-def test_invalid_settings_are_errors_that_leave_nothing(
-    flags: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = runs.recipe_file(tmp_path, config("mae", steps=2))
-    assert part in error_of(capsys, "train", recipe, "--out", tmp_path / "run", *flags.split())
-    assert not (tmp_path / "run").exists()

@@ -19,7 +19,6 @@ from plainvit.train.optim import (
     Average,
     Muon,
     Optimizers,
-    find_depth,
     has_weight_decay,
 )
 from plainvit.train.schedule import learning_rate
@@ -55,18 +54,6 @@ def test_schedules_are_big_visions(kind: str, warmup: int, cooldown: int) -> Non
     for step in range(STEPS):
         expected = big_vision(step, STEPS, kind, 3e-3, warmup, cooldown, 0.0)
         assert learning_rate(optim, step, STEPS) == pytest.approx(expected, rel=1e-12, abs=1e-15)
-
-
-def test_cosine_is_torchs() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    theirs = torch.optim.SGD([weight], lr=0.1)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(theirs, STEPS, eta_min=1e-3)
-    for step in range(STEPS):
-        assert learning_rate(Optim(lr=0.1, lr_end=1e-3), step, STEPS) == pytest.approx(
-            theirs.param_groups[0]["lr"], rel=1e-9
-        )
-        theirs.step()
-        schedule.step()
 
 
 def test_steps_fall_by_ten_at_thirty_sixty_and_ninety_per_cent() -> None:
@@ -201,14 +188,6 @@ def test_layer_decay_slows_the_lower_layers(graphs: bool) -> None:
     assert found["head.weight"] == found["norm.weight"] == 1.0
     assert [found[f"blocks.{i}.mlp.fc1.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
     assert found["embedding.weight"] == found["positions.0.table"] == found["class_token"] == 0.0625
-
-
-def test_depths_of_a_resnet() -> None:
-    names = [name for name, _ in create("BiT-R26x1", device="meta").named_parameters()]
-    found = {name: find_depth(name, 4) for name in names}
-    assert found["body.root.weight"] == 0
-    assert found["head.weight"] == 5
-    assert {found[n] for n in names if ".stages.2." in n} == {3}
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])

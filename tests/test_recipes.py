@@ -330,11 +330,6 @@ def error_of(name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "offered"), [("ViT-B16-JFT", "vit-b16-jft"), ("ft-cifar", "ft-cifar10")])
-def test_unknown_names_suggest_the_nearest(name: str, offered: str) -> None:
-    assert offered in error_of(name)
-
-
 MINE = '''
 from __future__ import annotations
 
@@ -388,13 +383,6 @@ def test_a_recipe_in_your_own_file(mine: Path, monkeypatch: pytest.MonkeyPatch) 
     assert recipe("mine.py:ten").steps == 10
     said = about("mine.py:short")
     assert (said["summary"], said["expected"], said["cost"]) == ("A short run.", "little", "")
-
-
-def test_the_file_of_a_recipe_is_run_once(mine: Path) -> None:
-    log = mine.with_suffix(".log")
-    mine.write_text(f"{MINE}\nwith open({str(log)!r}, 'a') as file:\n    file.write('run ')\n")
-    recipe(f"{mine}:short", DataSummary(images=100, classes=2, side=28))
-    assert log.read_text() == "run "
 
 
 @pytest.mark.parametrize(
@@ -505,14 +493,6 @@ def test_image_size_scales_the_crops_and_changes_nothing_else(name: str) -> None
         boxes = crop_boxes(u, sizes, changed.augment, (size, size))
         # Places are whole pixels of the resized image: one of them at most
         assert (boxes - expected).abs().max() <= 1.5 * 600 / own
-
-
-def test_resize_is_a_multiple_of_the_size_or_pixels() -> None:
-    assert Augment(crop="random", resize=448).resized_side(224) == 448
-    assert Augment(crop="random", resize=448 / 384).resized_side(224) == 261
-    for wrong in (0.0, 0.5, -1.0):
-        with pytest.raises(ValueError, match=r"augment.resize"):
-            Augment(crop="random", resize=wrong)
 
 
 def test_a_crop_larger_than_the_resized_image_is_an_error() -> None:

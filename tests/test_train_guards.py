@@ -32,7 +32,8 @@ from small_runs import (
 from tiny import mostly_slow
 from torch import Tensor
 
-from plainvit.config import Optim
+from plainvit.config import Config, Optim
+from plainvit.data.splits import Splits
 from plainvit.models import build
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
 from plainvit.runtime.distributed import World
@@ -145,8 +146,14 @@ def test_a_non_finite_gradient_changes_nothing_and_is_captured(
 @pytest.mark.parametrize("nll", [math.nan, math.inf, None])  # None: of a finished run, from results.json
 def test_non_finite_metrics_are_never_the_best(nll: float | None) -> None:
     assert validation_score({"top1": 0.9, "nll": nll}) == -math.inf < validation_score({"loss": 0.5}) == -0.5
-    rates = {1e-3: {"top1": 0.1, "nll": 2.0}, 1e-2: {"top1": 0.9, "nll": nll}}
-    searched = search_rates(runs.config(optim=Optim(grid=tuple(rates))), lambda _, __, lr: rates[lr])
+    results = {1e-3: {"top1": 0.1, "nll": 2.0}, 1e-2: {"top1": 0.9, "nll": nll}}
+
+    def train_with(_: Config, __: Splits, lr: float) -> dict[str, Any]:
+        if lr not in results:
+            raise DivergedError
+        return results[lr]
+
+    searched = search_rates(runs.config(optim=Optim(grid=(*results, 0.5))), train_with)
     assert searched.optim.lr == 1e-3
 
 
@@ -399,13 +406,6 @@ def test_out_of_memory_outside_of_the_gradients_ends_with_5(
     assert status(tmp_path / "run")["exit_code"] == 5
 
 
-def test_other_errors_are_not_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    monkeypatch.setattr(Classify, "forward", runs.fail(error))
-    with pytest.raises(RuntimeError, match="mat1"):
-        fit(runs.config(), tmp_path / "run", quiet=True)
-
-
 def choose_on_device(
     monkeypatch: pytest.MonkeyPatch, images: int, most: int, world: Any = None, *, fsdp: bool = False
 ) -> tuple[int, list[int]]:
@@ -432,12 +432,6 @@ def test_the_micro_batch_is_found_by_halving(
     assert chosen == expected == tried[-1]
     assert tried == sorted(tried, reverse=True)
     assert tried[0] == images
-
-
-def test_a_device_too_small_for_one_image_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DeviceMemoryError) as caught:
-        choose_on_device(monkeypatch, 8, 0)
-    assert caught.value.raised_by_all
 
 
 def test_only_too_little_memory_makes_a_micro_batch_smaller() -> None:
