@@ -93,24 +93,28 @@ class Checked:
     def _check(self, **names: Iterable[str]) -> None:
         """Check the types of all fields, and the fields named for each of `BOUNDS`."""
         for name, hint in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                raise ValueError(f"{self._flag(name)} {value!r} is unknown; {nearest(str(value), get_args(hint))}")
-            if hint is bool and not isinstance(value, bool):
-                raise ValueError(f"{self._flag(name)} must be True or False, got {value!r}")
-            if hint is float or (hint == float | None and value is not None):
-                valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                if not valid or (name.endswith("_eps") and value <= 0):
-                    above = " above 0" if name.endswith("_eps") else ""
-                    raise ValueError(f"{self._flag(name)} must be a number{above}, got {value!r}")
+            self._check_type(name, hint)
         for bound, fields in names.items():
             text, is_valid = BOUNDS[bound]
             for name in fields:
                 value = getattr(self, name)
-                for number in value if isinstance(value, tuple) else (value,):
+                numbers = value if isinstance(value, tuple) else (value,)
+                for number in numbers:
                     if not is_valid(number):
                         whole = f" in {value}" if isinstance(value, tuple) else ""
                         raise ValueError(f"{self._flag(name)} must be {text}, got {number}{whole}")
+
+    def _check_type(self, name: str, hint: Any) -> None:
+        value = getattr(self, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise ValueError(f"{self._flag(name)} {value!r} is unknown; {nearest(str(value), get_args(hint))}")
+        if hint is bool and not isinstance(value, bool):
+            raise ValueError(f"{self._flag(name)} must be True or False, got {value!r}")
+        if hint is float or (hint == float | None and value is not None):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number or (name.endswith("_eps") and value <= 0):
+                above = " above 0" if name.endswith("_eps") else ""
+                raise ValueError(f"{self._flag(name)} must be a number{above}, got {value!r}")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen: only __post_init__ may normalize a field

@@ -21,7 +21,7 @@ from plainvit.data.splits import take_fraction
 from plainvit.disk import make_folder
 from plainvit.evaluate.classify import classify
 from plainvit.evaluate.predictor import Predictor
-from plainvit.evaluate.probe import logistic, search_logistic
+from plainvit.evaluate.probe import search_logistic
 from plainvit.evaluate.statistics import describe_accuracy
 from plainvit.runtime.display import Display, print_line, readable, show_activity
 from plainvit.runtime.folder import check_metrics
@@ -101,14 +101,16 @@ def choose_images(run: "Training", train: Source, predictor: Predictor) -> Sourc
 
 def extract_features(run: "Training", source: Source, predictor: Predictor) -> tuple[Tensor, Tensor]:
     """Features [N, D] and labels [N] of all readable images, in the same order for any number of processes."""
-    world, prepared = run.world, open_evaluation_set(run.config, source, run.world, keep=False)
+    world = run.world
+    prepared = open_evaluation_set(run.config, source, world, keep=False)
     rows: list[Tensor] = []
     index: list[Tensor] = []
     with Display("features", len(source), quiet=run.quiet) as display:
         for batch in prepared.batches():
-            readable = torch.from_numpy(~np.isin(batch.index, [position for position, _ in batch.bad]))
-            rows.append(predictor.features(batch.images)[readable.to(world.device)])
-            index.append(torch.from_numpy(batch.index)[readable])
+            unreadable = [position for position, _ in batch.bad]
+            is_readable = torch.from_numpy(~np.isin(batch.index, unreadable))
+            rows.append(predictor.features(batch.images)[is_readable.to(world.device)])
+            index.append(torch.from_numpy(batch.index)[is_readable])
             display.advance(min(display.done + len(batch.index) * world.size, len(source)), "images")
         width = rows[0].shape[1] if rows else predictor.features(torch.zeros(1, 3, *prepared.size)).shape[1]
         for _ in range(prepared.rounds - len(rows)):  # sharded models need equally many forward passes in all
@@ -127,9 +129,9 @@ def fit_head(run: "Training", features: Tensor, labels: Tensor) -> tuple[Tensor,
     classes = run.objective.model.config.classes
     packed = torch.zeros(classes, features.shape[1] + 1, dtype=torch.float64)
     if run.world.is_main:
-        has_pair = int(torch.bincount(labels).max()) > 1
-        fitted = search_logistic(features, labels, classes, L2)[0] if has_pair else None
-        fitted = fitted or logistic(features, labels, classes, L2[len(L2) // 2])
+        can_hold_out = bool(torch.bincount(labels).max() > 1)
+        l2s = L2 if can_hold_out else (L2[len(L2) // 2],)
+        fitted = search_logistic(features, labels, classes, l2s)[0]
         packed[:, :-1] = (fitted.weights / fitted.std.unsqueeze(1)).T  # undo the standardization of the features
         packed[:, -1] = fitted.bias - (fitted.mean / fitted.std) @ fitted.weights
     packed = run.world.sum(packed.to(run.world.device)).float()  # the others contribute zeros

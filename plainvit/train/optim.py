@@ -17,7 +17,7 @@ from plainvit.runtime.parallel import shard_like
 
 
 def has_weight_decay(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter decays, and Muon orthogonalizes it: kernels, not biases, norms, tokens or positions."""
+    """Kernels have weight decay, and Muon orthogonalizes them; biases, norms, tokens and positions have none."""
     return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] == "weight"
 
 
@@ -139,19 +139,18 @@ class Optimizers:
                 tensors = {name: left.pop(f"{prefix}:{name}") for name in names if f"{prefix}:{name}" in left}
                 if not tensors:  # a parameter without gradients has no state
                     continue
-                has_layout = len(tensors) == len(names) and all(
-                    value.is_floating_point() and value.shape == (() if name == "step" else parameter.shape)
-                    for name, value in tensors.items()
-                )
-                if not has_layout:
+                shapes = {name: torch.Size() if name == "step" else parameter.shape for name in names}
+                is_float = all(value.is_floating_point() for value in tensors.values())
+                if not is_float or {name: value.shape for name, value in tensors.items()} != shapes:
                     raise ValueError(f"the optimizer's state of {prefix} is incomplete, or of another shape or type")
                 optimizer.state[parameter] = {
                     name: shard_like(value, parameter) if value.ndim or on_device else value.clone()
                     for name, value in tensors.items()
                 }
-        is_missing = updates and not stored and any(state_names(optimizer) for optimizer in self.all)
-        if left or is_missing:
-            raise ValueError(f"the optimizer state {f'has an unexpected {min(left)}' if left else 'is missing'}")
+        if left:
+            raise ValueError(f"the optimizer state has an unexpected {min(left)}")
+        if updates and not stored and any(state_names(optimizer) for optimizer in self.all):
+            raise ValueError("the optimizer state is missing")
 
 
 def is_for_muon(name: str, parameter: nn.Parameter) -> bool:
