@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from plainvit.config import Config, Model, ResNetConfig, ViTConfig, count_steps, largest_divisor, nearest
 from plainvit.planning import cost
@@ -19,6 +18,7 @@ from plainvit.planning.datasets import CLASSES, count_training_images
 from plainvit.planning.devices import DEVICES, USABLE_MEMORY, Device
 from plainvit.planning.memory import GIB, Step, checkpoint_bytes, largest_micro_batch, memory
 from plainvit.planning.step_time import step_seconds
+from plainvit.runtime.display import key_value_table
 
 Report = dict[str, Any]
 
@@ -204,12 +204,11 @@ def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:
 
 def table(report: Report) -> RenderableType:
     """The report as a table."""
-    shown = Table(box=None, pad_edge=False, show_header=False)
-    shown.add_column(style="bold", no_wrap=True)
-    shown.add_column(overflow="fold")
-    for title, text in (_describe_run(report) | {"": ""} | _describe_step(report["step"], report["devices"])).items():
-        shown.add_row(title, text)
-    return Group(shown, *([""] if report["notes"] else []), *(f"- {note}" for note in report["notes"]))
+    rows = _describe_run(report) | {"": ""} | _describe_step(report["step"], report["devices"])
+    notes = [f"- {note}" for note in report["notes"]]
+    if notes:
+        notes.insert(0, "")
+    return Group(key_value_table(rows), *notes)
 
 
 def _describe_run(report: Report) -> dict[str, str]:

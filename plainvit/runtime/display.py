@@ -6,12 +6,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.table import Column, Table
 
 from plainvit.config import visible
 
@@ -68,6 +68,16 @@ def show_activity(title: str, *, quiet: bool = False) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def key_value_table(rows: Mapping[str, str]) -> Table:
+    """Names in bold and their values, without borders."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows.items():
+        table.add_row(*row)
+    return table
 
 
 class Display:

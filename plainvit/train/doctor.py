@@ -23,6 +23,7 @@ from plainvit.data.splits import find_data_problems, open_splits
 from plainvit.device import choose_device, processor
 from plainvit.errors import first_line
 from plainvit.models import build
+from plainvit.runtime.display import key_value_table
 from plainvit.train.optim import freeze
 from plainvit.train.transfer import read_starting_model, resolve
 
@@ -72,24 +73,28 @@ def describe_bf16(speed: device.CpuSpeed) -> str:
 
 
 def find_problems(config: Config, devices: int = 1) -> Iterator[Problem]:
-    """Problems of the config, and of its data and weights if they can be opened."""
+    """Problems of the config, its data and its weights: errors that `train` would raise, and what often goes wrong."""
     yield from check_optim(config)
-    model, is_readable = config.model, True
-    if config.init:
-        try:
-            implied, _ = read_starting_model(config)
-            model = model or implied
-            yield from check_weights(config, implied)
-        except (ValueError, OSError) as error:
-            is_readable = False
-            yield f"the initial weights cannot be read: {error}", "give --init a file, a run folder or a published name"
-    if isinstance(model, ViTConfig):
-        yield from check_tokens(model, has_weights=bool(config.init))
     yield from check_processes(config, devices)
     if not config.data:
         yield "there is no data to train on", "--data FOLDER, or the name of a known dataset with --data-root"
-    elif is_readable:
-        yield from check_data(config)
+        return
+    try:
+        splits = open_splits(config)
+        resolved = resolve(config, splits)
+        assert resolved.model
+        with torch.device("meta"):
+            freeze(build(resolved.model), config.optim.frozen)
+    except (ValueError, OSError) as error:
+        yield first_line(error), "see `plainvit data info` for the data, --help for the settings"
+        return
+    if config.init:
+        yield from check_weights(config)
+    if isinstance(resolved.model, ViTConfig):
+        yield from check_tokens(resolved.model, has_weights=bool(config.init))
+    yield from find_data_problems(resolved, splits)
+    if splits.val is None:
+        yield "no images are held out to validate the run", "--holdout 0.1 holds out a tenth of the training images"
 
 
 def check_processes(config: Config, devices: int) -> Iterator[Problem]:
@@ -102,22 +107,6 @@ def check_processes(config: Config, devices: int) -> Iterator[Problem]:
     if config.batch % devices:
         problem = f"--batch {config.batch} is not divisible by the {devices} processes"
         yield problem, f"--batch {math.ceil(config.batch / devices) * devices}"
-
-
-def check_data(config: Config) -> Iterator[Problem]:
-    """Errors that `train` would raise, and problems with the number of images."""
-    try:
-        splits = open_splits(config)
-        resolved = resolve(config, splits)
-        assert resolved.model
-        with torch.device("meta"):
-            freeze(build(resolved.model), config.optim.frozen)
-    except (ValueError, OSError) as error:
-        yield first_line(error), "see `plainvit data info` for the data, --help for the settings"
-        return
-    yield from find_data_problems(resolved, splits)
-    if splits.val is None:
-        yield "no images are held out to validate the run", "--holdout 0.1 holds out a tenth of the training images"
 
 
 def check_optim(config: Config) -> Iterator[Problem]:
@@ -150,8 +139,9 @@ def check_tokens(model: ViTConfig, *, has_weights: bool) -> Iterator[Problem]:
         yield f"{tokens} tokens: attention grows with their square", "a larger patch or smaller images"
 
 
-def check_weights(config: Config, implied: Any) -> Iterator[Problem]:
-    model = config.model
+def check_weights(config: Config) -> Iterator[Problem]:
+    """Settings that do not fit to the weights that the run starts from."""
+    model, (implied, _) = config.model, read_starting_model(config)
     if model and (model.mean, model.std) != (implied.mean, implied.std):
         mean = " ".join(f"{value:g}" for value in implied.mean)
         yield f"--model.mean and --model.std are not those of {config.init}", f"remove them: the mean is {mean}"
@@ -169,10 +159,7 @@ def table(report: dict[str, Any]) -> RenderableType:
         "disk": f"{machine['disk_free_gib']:,} GiB free",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
-    shown = Table(box=None, pad_edge=False, show_header=False)
-    shown.add_column(style="bold")
-    for row in rows.items():
-        shown.add_row(*row)
+    shown = key_value_table(rows)
     if "config" not in report:
         return shown
     if not report["risks"]:

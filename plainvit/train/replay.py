@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from plainvit.config import LOSSES, Config, from_json
 from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
 from plainvit.runtime.checkpoint import Checkpoints
+from plainvit.runtime.display import key_value_table
 from plainvit.runtime.folder import Folder
 from plainvit.train.setup import build_training
 from plainvit.train.state import Training, copy_tensors, select
@@ -123,7 +123,5 @@ def table(report: dict[str, Any]) -> RenderableType:
     # The backward pass goes from the loss to the first layers, so it meets the last parameter in model order first
     rows["non-finite gradients"] = f"{len(gradients)}, nearest to the loss {gradients[-1]}" if gradients else "none"
     rows |= {f"|gradient| of {name}": f"{norm:.4g}" for name, norm in report["largest_gradients"].items()}
-    shown = Table(box=None, pad_edge=False, show_header=False)
-    for row in rows.items():
-        shown.add_row(*row)
-    return Group(Text(f"{report['run']}, step {report['step']}, {len(report['images'])} images"), shown)
+    title = Text(f"{report['run']}, step {report['step']}, {len(report['images'])} images")
+    return Group(title, key_value_table(rows))
