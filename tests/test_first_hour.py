@@ -1,10 +1,9 @@
 """Fine-tuning in the first hour: a linear head first, a run that fits --hours, one line for bad input."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from plainvit.train import finalize, linear_head, time_budget
 from plainvit.train.run import describe_plan, fit
 from plainvit.train.schedule import learning_rate
 from plainvit.train.state import Progress, Training
-from plainvit.train.step import Prefetcher
 from plainvit.train.time_budget import TimeBudget
 from plainvit.train.transfer import CPU_BATCH, CPU_HOURS, resolve
 
@@ -282,21 +280,3 @@ def test_training_is_skipped_if_it_cannot_be_better(weights: str, tmp_path: Path
     assert fitted.numbers["val"]["top1"] == 1.0
     assert read(tmp_path / "run", "status.json")["state"] == "done"
     assert fit(photos, tmp_path / "run", quiet=True).numbers == fitted.numbers  # nothing to do
-
-
-def test_an_error_of_the_next_batch_is_raised_when_its_step_comes() -> None:
-    """Also if more batches are asked for meanwhile: a generator that raised only ends."""
-
-    def batches() -> Iterator[int]:
-        yield 1
-        raise DataError("too many unreadable images")
-
-    objective = SimpleNamespace(make_inputs=lambda batch, _: (batch,))
-    run = SimpleNamespace(steps=9, progress=Progress(), objective=objective)
-    prefetcher = Prefetcher(cast(Training, run), cast(Any, batches()))
-    prefetcher.fill()
-    assert prefetcher.next() == (1, (1,))
-    prefetcher.fill()
-    prefetcher.fill()
-    with pytest.raises(DataError):
-        prefetcher.next()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from plainvit.errors import NonFiniteError
 from plainvit.runtime.display import Display
 from plainvit.train.micro_batch import choose_micro_batch
-from plainvit.train.nonfinite import DivergedError, is_finite_step, skip_step
+from plainvit.train.nonfinite import DivergedError, describe_divergence, is_finite_step, skip_step
 from plainvit.train.schedule import learning_rate
 from plainvit.train.signals import InterruptedRunError, catch_signals
 from plainvit.train.state import averaged_weights
@@ -140,12 +140,6 @@ def describe_step(line: dict[str, Any]) -> str:
     accuracy = f"  accuracy {line['accuracy']:.1%}" if "accuracy" in line else ""
     speed = f"{line['images'] / line['seconds']:,.0f} images/s  waiting for data {line['waiting']:.0%}"
     return f"epoch {line['epoch']:.1f}  loss {line['loss']:.3f}{accuracy}  lr {line['lr']:.2g}  {speed}"
-
-
-def describe_divergence(run: "Training") -> str:
-    count, last = run.progress.skipped, run.progress.step
-    hint = f"lower --optim.lr, or run `plainvit replay {run.folder.path}`"
-    return f"training diverged: {count} steps had a non-finite loss or gradient, the last one step {last}; {hint}"
 
 
 def format_metric(name: str, value: float) -> str:

@@ -1,4 +1,4 @@
-"""The micro-batch, which is what fits into the device's memory; and the error of a run for which too little fits."""
+"""Choose the micro-batch, by what fits into the device's memory, and explain out-of-memory errors."""
 
 import contextlib
 from collections.abc import Iterator

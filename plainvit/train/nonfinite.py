@@ -49,3 +49,9 @@ def capture(run: "Training", batch: "Batch", loss: float, norm: float) -> None:
     state = {"loss": repr(loss), "norm": repr(norm), "gradients": non_finite, "images": batch.index.tolist()}
     captures.save(run.progress.step + 1, weights, state | {"micro_batch": run.progress.micro_batch})
     captures.wait()
+
+
+def describe_divergence(run: "Training") -> str:
+    count, last = run.progress.skipped, run.progress.step
+    hint = f"lower --optim.lr, or run `plainvit replay {run.folder.path}`"
+    return f"training diverged: {count} steps had a non-finite loss or gradient, the last one step {last}; {hint}"

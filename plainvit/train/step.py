@@ -28,26 +28,17 @@ class Prefetcher:
     def __init__(self, run: "Training", batches: "Iterator[Batch]") -> None:
         self.run, self.batches, self.step = run, batches, run.progress.step
         self.ready: tuple[Batch, tuple[Tensor, ...]] | None = None
-        self.failure: Exception | None = None
 
     def fill(self) -> float:
-        """Prepares the next batch, unless it is ready or the run ends before it; returns the seconds it took.
-
-        An error is kept until its step comes: the step before may still end the run in its own way.
-        """
+        """Prepares the next batch, unless it is ready or the run ends before it; returns the seconds it took."""
         started = time.perf_counter()
-        if self.ready is None and self.failure is None and self.step < self.run.steps:
-            try:
-                batch = next(self.batches)
-                self.ready = batch, self.run.objective.make_inputs(batch, self.step)
-            except Exception as error:
-                self.failure = error
+        if self.ready is None and self.step < self.run.steps:
+            batch = next(self.batches)
+            self.ready = batch, self.run.objective.make_inputs(batch, self.step)
             self.step += 1
         return time.perf_counter() - started
 
     def next(self) -> "tuple[Batch, tuple[Tensor, ...]]":
-        if self.failure:
-            raise self.failure
         assert self.ready
         ready, self.ready = self.ready, None
         return ready
