@@ -75,6 +75,7 @@ WRONG: list[tuple[str, int, str]] = [
     ("--init no/such.npz", 2, "no/such.npz"),
     ("--init ViT-B/16", 2, "names a model, not weights"),
     ("--teacher no/such.npz", 2, "no/such.npz"),
+    ("--patience 2 --holdout 0", 2, "--holdout"),
     ("--search", 2, "--optim.grid"),
     ("--search --optim.grid 0.01 0.1 --search-holdout 0 --holdout 0", 2, "--search-holdout"),
 ]

@@ -193,7 +193,8 @@ def _list_notes(config: Config, model: Model, report: Report) -> Iterator[str]:
         yield f"communication is not measured: its bytes at {speed:,.0f} GB/s, overlapped with computation"
     if step["fits"] is False:
         shard = "--parallel fsdp, " if report["parallel"] == "ddp" else ""
-        yield f"a step does not fit: use {shard}--recompute, a smaller --image-size or more --devices"
+        smaller = "a smaller --micro-batch, " if config.micro_batch > 1 else ""
+        yield f"a step does not fit: use {smaller}{shard}--recompute, a smaller --image-size or more --devices"
     hours = step.get("hours") or 0.0
     if 0 < config.hours < hours:
         yield f"--hours {config.hours:g} allows about {int(run['steps'] * config.hours / hours):,} steps"

@@ -199,13 +199,14 @@ def environment(device: str) -> dict[str, Any]:
 
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     threads = torch.get_num_threads()
+    cpu = f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
     return {
         "plainvit": __version__,
         "commit": read_commit(Path(__file__).parents[1]),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "device": gpu or f"{processor()}, {'1 thread' if threads == 1 else f'{threads} threads'}",
+        "device": gpu or cpu,
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "command": command(),

@@ -49,6 +49,8 @@ def resolve(config: Config, splits: Splits) -> Config:
             name, flag = config.init, "--head zero"
         raise DataError(f"{name} has {model.classes} classes, but {config.data} has {classes}: use {flag}")
     check_augmentation(config, model)
+    if config.patience and splits.val is None:
+        raise ValueError("--patience needs held-out images: give --holdout 0.1 to hold out a tenth")
     if config.head == "linear" and not (config.init and classes):
         config = config.replace(head="zero")
     return config.replace(
