@@ -277,6 +277,14 @@ def test_a_signal_after_the_last_step_ends_a_run_that_is_not_done(
     assert finish(recipe, out) == undisturbed
 
 
+def test_a_signal_does_not_hide_the_error_of_a_run_that_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sends SIGTERM to the other processes when one was lost, while they still write a checkpoint."""
+    close = Checkpoints.close
+    monkeypatch.setattr(Checkpoints, "close", lambda self: (signal.raise_signal(signal.SIGTERM), close(self)))
+    runs.stopped_run(runs.config(), tmp_path, 8)
+    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", "StoppedError: stopped")
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_run_continues_when_nobody_reads_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool

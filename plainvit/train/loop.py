@@ -31,10 +31,10 @@ def train(run: "Training", budget: "TimeBudget | None" = None) -> None:
     progress, config = run.progress, run.config
     run.objective.train()
     with (
+        catch_signals() as run.signals,  # also while the others close: a signal must not replace the error of a run
         contextlib.closing(run.checkpoints),
         contextlib.closing(run.loader.batches(progress.step, config.steps)) as batches,
         Display(config.recipe or "training", run.steps, progress.step, quiet=run.quiet) as display,
-        catch_signals() as run.signals,
     ):
         if progress.step:
             display.print_line(f"resumed from step {progress.step}")
