@@ -22,7 +22,7 @@ from torch import Tensor
 from plainvit.config import Augment, Preprocess
 from plainvit.data import tables
 from plainvit.data.decode import DataError
-from plainvit.data.generated import Pixels
+from plainvit.data.generated import ArraySource
 from plainvit.data.loader import Batch, Loader, evaluation_batches
 from plainvit.data.order import permutation
 from plainvit.data.pack import pack
@@ -174,7 +174,7 @@ def kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Source]:
         tmp_path / "parquet" / "train-00.parquet", [png(i) for i in range(20)], [i % 3 for i in range(20)], group=3
     )
     pack(str(tmp_path / "folder"), tmp_path / "tars")
-    monkeypatch.setattr(tables, "IN_MEMORY", 0)
+    monkeypatch.setattr(tables, "MEMORY_LIMIT", 0)
     folders = {name: open_source(str(tmp_path / name)) for name in ("folder", "parquet", "tars")}
     made = {"shapes": open_source("shapes:size=16,count=20"), "digits": Subset(open_source("digits"), np.arange(20))}
     return folders | made
@@ -235,7 +235,7 @@ def test_killing_a_worker_does_not_change_the_stream(photos: Source, pause: floa
     assert_same(found, stream(photos, stop=16))
 
 
-class Trap(Pixels):
+class Trap(ArraySource):
     """Images in memory; to read some of them in a worker does something."""
 
     def __init__(self, strike: Callable[[], None], at: int) -> None:

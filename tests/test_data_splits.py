@@ -98,7 +98,7 @@ def test_files_tables_and_tars_hold_out_the_same_share(tmp_path: Path, monkeypat
     pack(str(tmp_path / "files"), tmp_path / "tars")
     for name in ("files", "table", "tars"):
         assert 12 < len(held_names(tmp_path / name)) < 60
-    monkeypatch.setattr(tables, "IN_MEMORY", 0)  # by name: reading all would take minutes
+    monkeypatch.setattr(tables, "MEMORY_LIMIT", 0)  # by name: reading all would take minutes
     assert 12 < len(held_names(tmp_path / "table")) < 60
 
 
@@ -107,9 +107,9 @@ def test_tables_hold_out_the_same_images_on_every_machine(tmp_path: Path, monkey
     write_parquet(tmp_path / "train.parquet", [png(i) for i in range(60)], [i // 30 for i in range(60)], group=7)
     expected = held_names(tmp_path)
     groups: list[int] = []
-    read_group = tables.Table._read_group
+    read_group = tables.ParquetSource._read_group
     monkeypatch.setattr(tables, "memory_budget", lambda: 0)
-    monkeypatch.setattr(tables.Table, "_read_group", lambda self, n: groups.append(n) or read_group(self, n))
+    monkeypatch.setattr(tables.ParquetSource, "_read_group", lambda self, n: groups.append(n) or read_group(self, n))
     assert held_names(tmp_path) == expected
     assert groups == list(range(9))  # each is decoded once
 

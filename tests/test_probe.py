@@ -39,7 +39,7 @@ def clusters(count: int, width: int, classes: int, seed: int = 0, spread: float 
 
 
 def by_normal_equations(x: Tensor, y: Tensor, others: Tensor, classes: int, l2: float) -> np.ndarray:
-    """The definition, solved as it stands: standardise, append 100, (X'X + l2 I) W = X'Y."""
+    """The definition, solved as it stands: standardize, append 100, (X'X + l2 I) W = X'Y."""
     a, b = x.double().numpy(), others.double().numpy()
     mean, std = a.mean(0), a.std(0) + 1e-5
     a, b = (np.c_[(z - mean) / std, np.full(len(z), 100.0)] for z in (a, b))
@@ -51,7 +51,7 @@ def by_normal_equations(x: Tensor, y: Tensor, others: Tensor, classes: int, l2: 
 def test_least_squares_equal_numpys(count: int, l2: float) -> None:
     x, y = clusters(count, 48, 9)
     others, _ = clusters(300, 48, 9, seed=1)
-    solved = probe.solve(x, y, 9, l2)
+    solved = probe.least_squares(x, y, 9, l2)
     expected = by_normal_equations(x, y, others, 9, l2)
     # the constant's square makes this system ill-conditioned, the more so the smaller l2 is
     close = np.ptp(expected) * (1e-4 if l2 < 1 else 1e-7)
@@ -65,7 +65,7 @@ def test_a_constant_feature_and_a_class_without_images_are_allowed() -> None:
     others, _ = clusters(50, 12, 5, seed=1)
     others[:, 3] = 4.0
     expected = by_normal_equations(x, y, others, 7, 1024.0)  # classes 5 and 6 have no image
-    found = probe.solve(x, y, 7, 1024.0)
+    found = probe.least_squares(x, y, 7, 1024.0)
     np.testing.assert_allclose(found.scores(others).numpy(), expected, atol=1e-9)
     assert set(found.predict(others).tolist()) <= set(range(5))
 
@@ -111,11 +111,11 @@ def test_ties_go_to_the_lower_class_and_to_the_earlier_image() -> None:
 @pytest.mark.parametrize(
     ("fit", "message"),
     [
-        (lambda x, y: probe.solve(x[:, 0], y, 2), "N, D"),
-        (lambda x, y: probe.solve(x[:0], y[:0], 2), "N, D"),
-        (lambda x, y: probe.solve(x, y + 1, 2), "labels"),
-        (lambda x, y: probe.solve(x, y - 1, 2), "labels"),
-        (lambda x, y: probe.solve(x.index_fill(0, y[:1], float("nan")), y, 2), "NaN or Inf"),
+        (lambda x, y: probe.least_squares(x[:, 0], y, 2), "N, D"),
+        (lambda x, y: probe.least_squares(x[:0], y[:0], 2), "N, D"),
+        (lambda x, y: probe.least_squares(x, y + 1, 2), "labels"),
+        (lambda x, y: probe.least_squares(x, y - 1, 2), "labels"),
+        (lambda x, y: probe.least_squares(x.index_fill(0, y[:1], float("nan")), y, 2), "NaN or Inf"),
         (lambda x, y: probe.neighbors(x, y, 2, x, ()), "k must"),
         (lambda x, y: probe.neighbors(x, y, 2, x, (0,)), "k must"),
         (lambda x, y: probe.neighbors(x, y, 2, x, (1, 11)), "k must"),
@@ -156,7 +156,7 @@ def test_l2_of_the_linear_probe_is_chosen_on_held_out_images() -> None:
     assert (chosen, set(equal.values())) == (1e-4, {1.0})
     assert len(set(tried.values())) > 1
     assert torch.allclose(fitted.weights, probe.logistic(x, y, 4, best).weights, atol=1e-3)
-    inside, outside = probe._hold_out(y.numpy(), 4)
+    inside, outside = probe._stratified_split(y.numpy(), 4)
     assert sorted((*inside.tolist(), *outside.tolist())) == list(range(300))
     expected = torch.bincount(y) * 0.2
     assert (torch.bincount(y[outside]) - expected).abs().max() <= 0.5

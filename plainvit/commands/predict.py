@@ -62,7 +62,7 @@ def predict(
 
     if top is not None and top < 1:
         raise ValueError(f"--top must be at least 1, got {top}")
-    for path, kinds in ((out, outputs.ROWS), (sheet, (".png",))):
+    for path, kinds in ((out, outputs.ROW_FORMATS), (sheet, (".png",))):
         if path:
             outputs.check_out(path, kinds)
     stdout = sys.stdout
@@ -116,7 +116,7 @@ def embed(
     from plainvit.evaluate import outputs
     from plainvit.evaluate.predict import write
 
-    outputs.check_out(out, outputs.FEATURES)
+    outputs.check_out(out, outputs.FEATURE_FORMATS)
     with _open_job(model, inputs, 0, flags) as (job, source, engine):
         summary, _ = write(job, source, out, engine=engine, force=force, quiet=json)
     _print_summary(summary, json, ())

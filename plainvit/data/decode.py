@@ -44,7 +44,7 @@ def decode(data: bytes | np.ndarray, target: tuple[int, int] | None = None) -> n
         return to_pixels(image)
 
 
-def size(data: bytes | np.ndarray) -> tuple[int, int]:
+def get_image_size(data: bytes | np.ndarray) -> tuple[int, int]:
     """(height, width) of the upright image, from its header alone."""
     if isinstance(data, np.ndarray):
         return int(data.shape[0]), int(data.shape[1])

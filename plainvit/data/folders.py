@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from plainvit.data.decode import DataError
-from plainvit.data.sources import SPLITS, Files, MissingSplitError, Source, find_images, is_folder
+from plainvit.data.sources import SPLITS, FileSource, MissingSplitError, Source, find_images, is_folder
 
 
 def open_folder(folder: Path, split: str) -> Source:
@@ -69,4 +69,4 @@ def _open_class_folders(folder: Path, classes: Sequence[str]) -> Source:
         if is_inside:
             by_class[top].append(path)
     labels = np.repeat(np.arange(len(classes)), [len(names) for names in by_class.values()])
-    return Files(folder, chain.from_iterable(by_class.values()), labels, classes)
+    return FileSource(folder, chain.from_iterable(by_class.values()), labels, classes)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from plainvit.config import nearest
 from plainvit.data.decode import DataError
 from plainvit.data.folders import order_classes
-from plainvit.data.sources import SPLITS, Files, MissingSplitError, Source, is_inside
+from plainvit.data.sources import SPLITS, FileSource, MissingSplitError, Source, is_inside
 
 COLUMNS = {
     "file": ("file", "file_name", "path", "filename", "image"),
@@ -37,7 +37,7 @@ def open_list(path: Path, split: str) -> Source:
     chosen = [row for row in rows if (row.split or "train") in SPLITS[split]]
     if not chosen:
         raise MissingSplitError(f"{path} lists no images for the {split} split")
-    return Files(path.parent, [row.file for row in chosen], [number[row.label] for row in chosen], classes)
+    return FileSource(path.parent, [row.file for row in chosen], [number[row.label] for row in chosen], classes)
 
 
 def _read_rows(path: Path) -> list[_Row]:

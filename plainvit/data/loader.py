@@ -27,8 +27,15 @@ from plainvit.data.decode import DataError
 from plainvit.data.order import Order, uniforms
 from plainvit.data.resident import Resident, find_resident_sizes, prefetch, steps_at_once
 from plainvit.data.sources import Source
-from plainvit.data.transforms import DRAWS, augment_batch, to_device
-from plainvit.data.workers import Evaluate, Train, check_bad_count, default_workers, inference_workers, run_workers
+from plainvit.data.transforms import NUM_UNIFORMS, augment_batch, to_device
+from plainvit.data.workers import (
+    EvaluationBatches,
+    TrainingBatches,
+    check_bad_count,
+    default_workers,
+    inference_workers,
+    run_workers,
+)
 
 log = logging.getLogger("plainvit")
 
@@ -75,7 +82,7 @@ class Loader:
             from plainvit.data.randaugment import RandAugment  # imports torchvision, which takes a second
 
             self.randaugment = RandAugment(augment, size, self.device)
-        self._draws = DRAWS + (self.randaugment.draws if self.randaugment else 0)
+        self._draws = NUM_UNIFORMS + (self.randaugment.draws if self.randaugment else 0)
         # Color and erasing follow RandAugment, if there is one; flips come before it
         self._augment_before = augment.replace(color=0.0, erase=0.0) if self.randaugment else augment
         self._augment_after = augment.replace(flip=0.0)
@@ -111,7 +118,7 @@ class Loader:
 
     def _streamed_batches(self, start: int, stop: int | None) -> Generator[Batch]:
         self.source.load()
-        items = run_workers(Train(self), start, stop, self.workers, pin=self.device.type == "cuda")
+        items = run_workers(TrainingBatches(self), start, stop, self.workers, pin=self.device.type == "cuda")
         with contextlib.closing(items):
             for step, (images, labels, index, bad) in items:
                 images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
@@ -142,7 +149,7 @@ class Loader:
         """The augmentation after cropping and flipping: policy, color and erasing."""
         augment = self._augment_after
         if self.randaugment:
-            images = self.randaugment(images, u[:, DRAWS:])
+            images = self.randaugment(images, u[:, NUM_UNIFORMS:])
         if augment.color or augment.erase:
             apply = self.resident.finish if self.resident else augment_batch
             images = apply(images, to_device(u, self.device), augment)
@@ -187,7 +194,7 @@ def evaluation_batches(
     workers=None chooses the number.
     """
     index = np.arange(rank, len(source), world_size)
-    work = Evaluate(source, index, batch, size, preprocess)
+    work = EvaluationBatches(source, index, batch, size, preprocess)
     workers = min(inference_workers(len(index), device) if workers is None else workers, len(work))
     if workers:
         source.load()

@@ -31,7 +31,7 @@ import pyarrow as pa
 
 from plainvit import hub
 from plainvit.config import nearest
-from plainvit.data.decode import DataError, ImageError, decode, size
+from plainvit.data.decode import DataError, ImageError, decode, get_image_size
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 UNSUPPORTED = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf")
@@ -90,12 +90,12 @@ class Source(ABC):
 
     def extent(self, index: int) -> tuple[int, int]:
         """(height, width), from the header if encoded."""
-        return size(self.read(index))
+        return get_image_size(self.read(index))
 
     def read_with_extent(self, index: int) -> tuple[bytes | np.ndarray, tuple[int, int]]:
         """What `read` returns, and the image's (height, width)."""
         data = self.read(index)
-        return data, size(data)
+        return data, get_image_size(data)
 
     def sample(self, count: int = 64) -> list[int]:
         """Positions of up to `count` evenly spaced images."""
@@ -120,7 +120,7 @@ class Names:
         return os.fsdecode(self._names[index].as_py())
 
 
-class Files(Source):
+class FileSource(Source):
     """Image files below a folder; if the folder is "", names are whole paths."""
 
     def __init__(
@@ -151,7 +151,7 @@ class Files(Source):
         return map(self.path, range(len(self)))
 
 
-class View(Source):
+class SourceView(Source):
     """Images of other sources: `locate` maps an index to (source, index in it)."""
 
     sources: Sequence[Source]
@@ -186,7 +186,7 @@ class View(Source):
         return chain.from_iterable(source.files() for source in self.sources)
 
 
-class Subset(View):
+class Subset(SourceView):
     """Some images of another source."""
 
     def __init__(self, source: Source, indices: np.ndarray, split: str = "") -> None:
@@ -198,7 +198,7 @@ class Subset(View):
         return self.source, int(self.indices[index])
 
 
-class ConcatSource(View):
+class ConcatSource(SourceView):
     """Several sources concatenated, with the classes of the first."""
 
     def __init__(self, sources: Sequence[Source]) -> None:

@@ -21,7 +21,7 @@ from plainvit.data.decode import DataError, ImageError
 from plainvit.data.folders import class_names
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, find_part
 
-IN_MEMORY = 4 * 2**30  # bytes of images that a process and its workers keep in memory at most
+MEMORY_LIMIT = 4 * 2**30  # bytes of images that a process and its workers keep in memory at most
 SLOW_GROUP = 8 * 2**20  # bytes of a row group that is slow to decode for each image
 INDEX = "index.parquet"  # the index of tar shards (shards.py), not a table of images
 log = logging.getLogger("plainvit")
@@ -44,14 +44,14 @@ def _find_parquet_files(folder: Path) -> list[Path]:
     return [path for path in files if path.name != INDEX]
 
 
-def open_parquet(path: Path, split: str) -> "Table":
+def open_parquet(path: Path, split: str) -> "ParquetSource":
     """Open a file or a folder: train-00.parquet, data/train-00000-of-00002.parquet, all/train/0000.parquet."""
     folder, files = (path, _find_parquet_files(path)) if path.is_dir() else (path.parent, [path])
     by_split = group_by_split(files, folder, split)
     folders = sorted({str(file.parent.relative_to(folder)) for file in by_split[split]})
     if len(folders) > 1:  # configurations of one set, whose rows would have equal names
         raise DataError(f"{folder} has {split} files in several folders ({', '.join(folders)}): give one of them")
-    return Table(by_split[split], by_split["train"] or files)
+    return ParquetSource(by_split[split], by_split["train"] or files)
 
 
 def group_by_split(files: Sequence[Path], folder: Path, split: str) -> dict[str, list[Path]]:
@@ -88,7 +88,7 @@ def _parse_split(name: str) -> str | None:
 # Source ---------------------------------------------------------------------------------------------------------------
 
 
-class Table(Source):
+class ParquetSource(Source):
     """Rows of several files. If labels are strings, the classes are those in `class_paths`."""
 
     def __init__(self, paths: Sequence[Path], class_paths: Sequence[Path] = ()) -> None:
@@ -128,7 +128,7 @@ class Table(Source):
         """Read all images into memory if they fit, once for this process and the workers that it forks."""
         if self._fits is not None:
             return
-        limit, total = min(IN_MEMORY, memory_budget()), 0
+        limit, total = min(MEMORY_LIMIT, memory_budget()), 0
         for number in range(len(self._groups) if self.total_bytes <= limit else 0):
             self._images[number] = self._read_group(number)
             total += self._images[number].nbytes
@@ -164,7 +164,7 @@ class Table(Source):
 
         The limit is the same on every machine, so that the same images are held out.
         """
-        return self.read(index) if self.total_bytes <= IN_MEMORY else self.name(index).encode()
+        return self.read(index) if self.total_bytes <= MEMORY_LIMIT else self.name(index).encode()
 
     def _read_group(self, number: int) -> pa.ChunkedArray:
         file, group = self._groups[number]

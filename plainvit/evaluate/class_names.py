@@ -22,7 +22,7 @@ from plainvit.evaluate.statistics import wilson
 
 log = logging.getLogger("plainvit")
 SIZE_LIMIT = 2**24  # bytes of a file of class names
-IMAGENET = 1000
+IMAGENET_CLASSES = 1000
 PAIRS = 5  # of a mapping that are printed
 
 
@@ -44,7 +44,7 @@ def read_class_names(path: Path, classes: int) -> tuple[str, ...]:
 
 def default_class_names(classes: int, source: str) -> tuple[str, ...]:
     """Names for a model without names: ImageNet-1k's for 1,000 classes, else numbers."""
-    if classes != IMAGENET:
+    if classes != IMAGENET_CLASSES:
         return tuple(map(str, range(classes)))
     log.warning("note: %s has 1,000 classes without names: ImageNet-1k's are used (or --class-names)", source)
     return imagenet_names()
@@ -100,8 +100,8 @@ def _match_names(theirs: Sequence[str], names: Sequence[str]) -> list[int | None
         for key in {_simplify(name), _simplify(name.partition(",")[0])}:
             loose.setdefault(key, set()).add(label)
     if is_imagenet(names):
-        exact = {**dict(zip(imagenet_names(), range(IMAGENET), strict=True)), **exact}
-        exact |= dict(zip(wordnet_ids(), range(IMAGENET), strict=True))
+        exact = {**dict(zip(imagenet_names(), range(IMAGENET_CLASSES), strict=True)), **exact}
+        exact |= dict(zip(wordnet_ids(), range(IMAGENET_CLASSES), strict=True))
         for label, name in enumerate(imagenet_names()):
             loose.setdefault(_simplify(name), set()).add(label)
     matches: list[int | None] = []
@@ -115,11 +115,11 @@ def _match_names(theirs: Sequence[str], names: Sequence[str]) -> list[int | None
 
 def is_imagenet(names: Sequence[str]) -> bool:
     """Whether these are ImageNet-1k's classes in its order: WordNet ids, or most of the readable names."""
-    if len(names) != IMAGENET:
+    if len(names) != IMAGENET_CLASSES:
         return False
     firsts = [_simplify(name.partition(",")[0]) for name in names]
     same = sum(first == _simplify(name) for first, name in zip(firsts, imagenet_names(), strict=True))
-    return tuple(names) == wordnet_ids() or same > IMAGENET // 2
+    return tuple(names) == wordnet_ids() or same > IMAGENET_CLASSES // 2
 
 
 def _simplify(name: str) -> str:

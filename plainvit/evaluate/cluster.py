@@ -33,7 +33,7 @@ from plainvit.evaluate.predict import OutputBatches, PredictionJob, predict_loca
 from plainvit.evaluate.predictor import Predictor
 
 THREADS = 4  # per copy of the model on CPUs
-STEPS = 32  # batches per call on a GPU: each call starts the processes that decode
+BATCHES_PER_CALL = 32  # batches per call on a GPU: each call starts the processes that decode
 MAX_BLOCKS = 10_000  # largest number of tasks of a job
 # Environment of a cluster started here, read when Ray is imported. The last setting, meant for Windows and macOS, keeps
 # all ports on the loopback interface.
@@ -64,7 +64,7 @@ class Cluster:
             ModelActor,
             fn_constructor_args=(self.ray.put(work),),
             compute=data.ActorPoolStrategy(min_size=1, max_size=self.copies),
-            batch_size=STEPS if on_gpu else 1,
+            batch_size=BATCHES_PER_CALL if on_gpu else 1,
             num_cpus=self.cores,
             **({"num_gpus": 1} if on_gpu else {}),
         )

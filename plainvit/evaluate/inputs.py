@@ -24,14 +24,14 @@ from plainvit.data.shards import has_tars
 from plainvit.data.sources import (
     SUFFIXES,
     ConcatSource,
-    Files,
+    FileSource,
     Source,
     find_images,
     find_part,
     open_source,
     select_images,
 )
-from plainvit.data.tables import Table, has_parquet
+from plainvit.data.tables import ParquetSource, has_parquet
 from plainvit.errors import first_line
 
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")
@@ -81,7 +81,7 @@ def find(names: Sequence[str], *, split: str = "test", data_root: str | Path | N
     inputs: list[Input] = []
     for are_paths, group in itertools.groupby(entries, lambda entry: isinstance(entry, str)):
         members: list[Any] = list(group)
-        inputs += [("", Files("", members, np.full(len(members), -1), ()))] if are_paths else members
+        inputs += [("", FileSource("", members, np.full(len(members), -1), ()))] if are_paths else members
     if not sum(len(source) for _, source in inputs):
         raise DataError(f"no images found in {' '.join(names) or 'an empty list of inputs'}")
     return Inputs(inputs)
@@ -108,7 +108,7 @@ def _open_path(path: str, split: str) -> Iterator[str | Input]:
     elif path.lower().endswith(ARCHIVES):
         raise DataError(f"{path} is an archive: unpack it, and give the folder")
     elif path.endswith(".parquet"):
-        yield f"{path}/", Table([Path(path)])  # whatever split its name says
+        yield f"{path}/", ParquetSource([Path(path)])  # whatever split its name says
     else:
         yield path
 

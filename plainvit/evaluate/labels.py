@@ -26,7 +26,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.imagenet import wordnet_ids
 from plainvit.data.known import real_labels
 from plainvit.data.sources import Source, Subset
-from plainvit.evaluate.class_names import IMAGENET, are_numbers, is_imagenet, match_classes
+from plainvit.evaluate.class_names import IMAGENET_CLASSES, are_numbers, is_imagenet, match_classes
 
 log = logging.getLogger("plainvit")
 SUBSETS = ("imagenet-v2", "imagenet-sketch", "imagenet-a", "imagenet-r")
@@ -65,9 +65,9 @@ def align(source: Source, classes: int, names: Sequence[str] = (), *, data_root:
     """The correct classes of each image for a model with `classes` classes and these names, if it has any."""
     check_labels(source)
     spec = source.spec
-    if spec not in ("imagenet-real", *SUBSETS) or (classes != IMAGENET and classes == len(source.classes)):
+    if spec not in ("imagenet-real", *SUBSETS) or (classes != IMAGENET_CLASSES and classes == len(source.classes)):
         return _align_labels(source, classes, tuple(names))
-    if classes != IMAGENET:
+    if classes != IMAGENET_CLASSES:
         raise DataError(f"{spec} needs a model of ImageNet's 1,000 classes, but the model has {classes:,}")
     if names and not are_numbers(names) and not is_imagenet(names):
         log.warning(
@@ -112,7 +112,7 @@ def _align_subset(source: Source, names: tuple[str, ...]) -> Labels:
     """Each folder is a class of ImageNet; the prediction is the best of the set's classes."""
     spec = source.spec
     columns = np.array([_parse_class(name, spec) for name in source.classes])
-    present, expected = set(columns.tolist()), set(imagenet().get(spec, range(IMAGENET)))
+    present, expected = set(columns.tolist()), set(imagenet().get(spec, range(IMAGENET_CLASSES)))
     if present != expected:
         counts = f"{len(expected - present)} are missing, {len(present - expected)} are unexpected"
         example = wordnet_ids()[min(present ^ expected)]
@@ -120,7 +120,7 @@ def _align_subset(source: Source, names: tuple[str, ...]) -> Labels:
             f"{spec} has a folder for each of its {len(expected)} classes, but here {counts} (such as {example}): "
             "check --data-root"
         )
-    among = "" if len(expected) == IMAGENET else f", predicted among the {len(expected)} classes of {spec}"
+    among = "" if len(expected) == IMAGENET_CLASSES else f", predicted among the {len(expected)} classes of {spec}"
     labels = _use_labels(source, f"the label{among}", columns)
     return replace(labels, class_names=tuple(names[label] for label in columns)) if names else labels
 
@@ -129,7 +129,7 @@ def _parse_class(name: str, spec: str) -> int:
     """The number of an ImageNet class given as a number or WordNet id."""
     if name in wordnet_ids():
         return wordnet_ids().index(name)
-    if name.isdecimal() and int(name) < IMAGENET and spec == "imagenet-v2":
+    if name.isdecimal() and int(name) < IMAGENET_CLASSES and spec == "imagenet-v2":
         return int(name)
     raise DataError(f"{spec} has the class {name!r}, which is neither a WordNet id of ImageNet nor a number below 1000")
 

@@ -168,7 +168,7 @@ WRITERS: dict[str, Callable[[Path, Iterator[pa.Table]], None]] = {
     ".parquet": _write_parquet,
     ".npz": _write_npz,
 }
-ROWS, FEATURES = (".jsonl", ".csv", ".parquet"), (".parquet", ".npz")
+ROW_FORMATS, FEATURE_FORMATS = (".jsonl", ".csv", ".parquet"), (".parquet", ".npz")
 
 
 def check_out(out: Path, allowed: Sequence[str]) -> None:

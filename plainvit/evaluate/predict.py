@@ -26,7 +26,7 @@ from plainvit.config import to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
 from plainvit.disk import run_folder
-from plainvit.evaluate.outputs import FEATURES, ROWS, Parts, check_out, summarize
+from plainvit.evaluate.outputs import FEATURE_FORMATS, ROW_FORMATS, Parts, check_out, summarize
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.runtime.display import Display
@@ -233,7 +233,7 @@ def write(
 
     Also returns the rows at the positions in `keep`.
     """
-    check_out(out, ROWS if job.top else FEATURES)
+    check_out(out, ROW_FORMATS if job.top else FEATURE_FORMATS)
     start, size = time.monotonic(), job.batch
     parts = Parts(out, job.describe(source), images=len(source), batch=size, part=part, force=force)
     missing = parts.missing()

@@ -1,6 +1,6 @@
 """Probes of features [N, D] with labels: few-shot least squares, nearest neighbors, logistic regression.
 
-    solve(features, labels, classes, l2=1024).predict(others)
+    least_squares(features, labels, classes, l2=1024).predict(others)
     neighbors(features, labels, classes, others, ks=(1, 20))
     logistic(features, labels, classes, l2=1e-3).predict(others)
 
@@ -25,8 +25,8 @@ BIAS = 100.0  # the constant feature: large, so that its weight is hardly regula
 STD_EPS = 1e-5
 TEMPERATURE = 0.07  # DINO's
 KS = (1, 5, 10, 20, 100, 200)
-ROWS = 4096  # of features at once
-STEPS = 500  # of the optimizer at most
+BLOCK_ROWS = 4096  # of features at once
+MAX_ITERATIONS = 500  # of the optimizer at most
 
 
 @dataclass
@@ -41,12 +41,12 @@ class LinearClassifier:
 
     def scores(self, features: Tensor) -> Tensor:
         """[M, K]."""
-        return standardise(features, self.mean, self.std) @ self.weights + self.bias
+        return standardize(features, self.mean, self.std) @ self.weights + self.bias
 
     def predict(self, features: Tensor) -> Tensor:
         """[M] classes."""
         check_finite(features, "row {}".format, "features")
-        return torch.cat([self.scores(part).argmax(1) for part in features.split(ROWS)])
+        return torch.cat([self.scores(part).argmax(1) for part in features.split(BLOCK_ROWS)])
 
 
 def moments(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std + STD_EPS
 
 
-def standardise(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def standardize(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (features.double() - mean) / std
 
 
@@ -72,7 +72,7 @@ def draw_shots(labels: np.ndarray, classes: int, shots: Sequence[int], seed: int
     return {count: np.concatenate([positions[:count] for positions in members]) for count in shots}
 
 
-def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> LinearClassifier:
+def least_squares(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> LinearClassifier:
     """Least squares onto {-1, 1}, penalized by l2 times the squared weights.
 
     Standardized features are centered, so big_vision's constant feature is orthogonal to them. Its weight is solved
@@ -83,8 +83,8 @@ def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> Lin
     width = features.shape[1]
     gram = l2 * torch.eye(width, dtype=torch.float64)
     sums = torch.zeros(classes, width, dtype=torch.float64)
-    for part, part_labels in zip(features.split(ROWS), labels.split(ROWS), strict=True):
-        rows = standardise(part, mean, std)
+    for part, part_labels in zip(features.split(BLOCK_ROWS), labels.split(BLOCK_ROWS), strict=True):
+        rows = standardize(part, mean, std)
         gram.addmm_(rows.T, rows)
         sums.index_add_(0, part_labels, rows)
     cross = (2 * sums - sums.sum(0)).T  # X'Y for Y = 2 onehot - 1
@@ -93,7 +93,7 @@ def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> Lin
     return LinearClassifier(mean, std, torch.linalg.solve(gram, cross), bias)
 
 
-# Nearest neighbors ---------------------------------------------------------------------------------------------------
+# Nearest neighbors ----------------------------------------------------------------------------------------------------
 
 
 def neighbors(features: Tensor, labels: Tensor, classes: int, others: Tensor, ks: Sequence[int]) -> dict[int, Tensor]:
@@ -153,7 +153,7 @@ def logistic(
     mean, std = moments(features)
     weights = start.weights.clone() if start else torch.zeros(features.shape[1], classes, dtype=torch.float64)
     bias = start.bias.clone() if start else torch.zeros(classes, dtype=torch.float64)
-    rows = standardise(features, mean, std)
+    rows = standardize(features, mean, std)
 
     def objective() -> Tensor:
         loss, weights.grad, bias.grad = _cross_entropy(rows, labels, weights, bias)
@@ -162,8 +162,8 @@ def logistic(
 
     optimizer = torch.optim.LBFGS(
         (weights, bias),
-        max_iter=STEPS,
-        max_eval=2 * STEPS,
+        max_iter=MAX_ITERATIONS,
+        max_eval=2 * MAX_ITERATIONS,
         tolerance_grad=tolerance,
         tolerance_change=0.0,
         history_size=20,
@@ -179,7 +179,7 @@ def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) 
     """The mean loss and its gradients, in blocks: never a full [N, K] matrix."""
     loss = torch.zeros((), dtype=torch.float64)
     weights_grad, bias_grad = torch.zeros_like(weights), torch.zeros_like(bias)
-    for part, part_labels in zip(rows.split(ROWS), labels.split(ROWS), strict=True):
+    for part, part_labels in zip(rows.split(BLOCK_ROWS), labels.split(BLOCK_ROWS), strict=True):
         log_probability = F.log_softmax(torch.addmm(bias, part, weights), 1)
         loss += F.nll_loss(log_probability, part_labels, reduction="sum")
         error = log_probability.exp_()
@@ -198,7 +198,7 @@ def search_logistic(
     """
     if len(l2s) == 1:
         return logistic(features, labels, classes, l2s[0]), l2s[0], {}
-    fitted, held_out = _hold_out(labels.numpy(), classes)
+    fitted, held_out = _stratified_split(labels.numpy(), classes)
     tried: dict[float, float] = {}
     fits: dict[float, LinearClassifier] = {}
     last: LinearClassifier | None = None
@@ -209,7 +209,7 @@ def search_logistic(
     return logistic(features, labels, classes, best, start=fits[best]), best, tried
 
 
-def _hold_out(labels: np.ndarray, classes: int) -> tuple[Tensor, Tensor]:
+def _stratified_split(labels: np.ndarray, classes: int) -> tuple[Tensor, Tensor]:
     """Positions of the rest and of the held-out fifth of each class, at least one image of a class with two."""
     generator, held_out = np.random.default_rng(0), []
     for label in range(classes):

@@ -87,7 +87,8 @@ def few_shot(pair: Pair, settings: Probes) -> dict[str, Any]:
     for seed in range(settings.seeds):
         for shots, positions in probe.draw_shots(labels, pair.classes, settings.shots, seed).items():
             support = torch.from_numpy(positions)
-            fitted = probe.solve(pair.train.features[support], pair.train.labels[support], pair.classes, settings.l2)
+            features, targets = pair.train.features[support], pair.train.labels[support]
+            fitted = probe.least_squares(features, targets, pair.classes, settings.l2)
             top1s[shots].append(accuracy(fitted.predict(pair.test.features), pair.test.labels))
     counts = np.bincount(labels, minlength=pair.classes)
     return {

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
-DRAWS = 10_000  # of the bootstrap
+RESAMPLES = 10_000  # of the bootstrap
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 FEW = 9  # up to so many classes top-5 is nearly always right and not reported
 
@@ -64,7 +64,7 @@ def paired_bootstrap(only_a: int, only_b: int, images: int) -> tuple[float, floa
     The difference of an image is -1, 0 or 1, so resampling images is a multinomial draw of three counts.
     """
     fractions = np.array([only_a, only_b, images - only_a - only_b]) / images
-    drawn = np.random.default_rng(0).multinomial(images, fractions, DRAWS)
+    drawn = np.random.default_rng(0).multinomial(images, fractions, RESAMPLES)
     low, high = np.quantile((drawn[:, 1] - drawn[:, 0]) / images, (0.025, 0.975))
     return float(low), float(high)
 
