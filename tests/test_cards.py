@@ -256,7 +256,7 @@ def test_what_may_explain_a_difference_is_a_remark(both: Both, tmp_path: Path) -
     same = {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0, "only_first": 0, "only_this": 0}
     assert rows[1]["difference"]["top1"] == same
     assert [remark.split()[0] for remark in rows[2]["remarks"]] == ["preprocessing", "precision"]
-    assert rows[3]["remarks"][1] == "2 of the 360 shared images have different labels"
+    assert rows[3]["remarks"][1] == "2 of the 360 shared images have labels with different names"
 
 
 def test_few_classes_have_no_top_5_and_one_image_no_interval(tmp_path: Path, capsys: Capture) -> None:

@@ -122,14 +122,6 @@ def test_digits_equal_those_of_scikit_learn() -> None:
         assert source.classes == tuple("0123456789")
 
 
-def test_a_folder_named_digits_is_not_read_without_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(plant_classes(tmp_path / "digits", {"a": 1}).parent)
-    assert [len(open_source(spec)) for spec in ("digits", "digits", "digits/")] == [1437, 1437, 1]
-    assert ["digits/" in line for line in caplog.messages] == [True]
-
-
 def test_digits_splits_are_disjoint() -> None:
     found = {split: set(names(open_source("digits", split))) for split in ("train", "test")}
     assert (len(found["train"]), len(found["test"])) == (1437, 360)

@@ -51,15 +51,6 @@ def test_names_are_read_from_standard_input_and_invalid_ones_are_rows(
             found.read(index)
 
 
-def test_names_on_standard_input_may_be_separated_by_zero_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `find -print0` writes them."""
-    paths = [str(plant(tmp_path, {name: png()}) / name) for name in ("a.png", "two\nlines.png")]
-    give_stdin(monkeypatch, "".join(f"{path}\0" for path in paths))
-    assert names(inputs.find(["-"])) == paths
-
-
 def test_a_closed_standard_input_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """sys.stdin is None after `<&-`."""
     monkeypatch.setattr("sys.stdin", None)

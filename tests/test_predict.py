@@ -162,7 +162,7 @@ FORMULAS = ["=1+1.png", "+1.png", "-1.png", "@SUM(1).png", "\t=1.png", "\r=1.png
 def test_formulas_are_escaped_in_csv_only(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(plant(tmp_path, {**{name: png(8) for name in FORMULAS}, "=in/x.png": png(9)}))
     plant(Path("+x"), {"-.png": png()})
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\0".join([*FORMULAS, "@none"]).encode() + b"\0")))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join([*FORMULAS, "@none"]).encode())))
     assert inputs.find(["=1+1.png"]).name(0) == "=1+1.png"
     given = [str(weights), "-", "=in", "+x", "--top", "7", "--out"]
     for kind in ("csv", "jsonl"):

@@ -294,13 +294,6 @@ def test_the_command_writes_a_card_and_a_table(weights: Path, photos: Path, tmp_
     assert report(capsys, "probe", *words)[0]["cached"]
 
 
-def test_training_images_per_class(weights: Path, photos: Path, capsys: Capture) -> None:
-    """The classes have six, five and four training images."""
-    words = ("--data", photos, "--no-cache", "--device", "cpu")
-    assert report(capsys, "probe", weights, *words, "--per-class", 2)[0]["train"]["n"] == 6
-    assert "(2 classes have fewer)" in run(capsys, "probe", weights, *words, "--shots", 4, 6)[1]
-
-
 def test_a_folder_without_splits_holds_out_about_a_fifth(
     weights: Path, tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -334,7 +327,6 @@ def test_validation_images_are_tested_on_where_there_are_no_others(
         (("--cache", "x", "--no-cache"), 2, "--cache"),
         (("--out", "/no/such/folder/x.json"), 2, "/no/such/folder"),
         (("--out", "."), 2, "--out"),
-        (("--per-class", "-1"), 2, "--per-class"),
         (("--cache", "/proc/version"), 5, "/proc/version"),
     ],
 )

@@ -23,7 +23,6 @@ from plainvit.data.loader import Batch
 from plainvit.data.splits import choose_split
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
-from plainvit.evaluate.class_names import warn_permuted
 from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.compare import TITLES, published, to_unit
 from plainvit.evaluate.labels import Labels, align
@@ -86,8 +85,6 @@ def evaluate_model(
             open_model_and_data, lambda both: both[1].fingerprint() + str(both[0].preprocess)
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
-        if world.is_main and labels.right.shape[1] == 1:
-            warn_permuted(labels.right[result.index, 0], result.predictions[:, 0], labels.class_names)
         done = _write_folder(world, predictor, labels, result, out) if world.is_main else None
         world.barrier()  # processes leave together
         return done

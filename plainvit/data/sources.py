@@ -12,7 +12,6 @@ source.labels[i], source.classes, source.image(i)
 """
 
 import contextlib
-import functools
 import hashlib
 import io
 import json
@@ -315,7 +314,6 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
 
     kind, _, rest = spec.partition(":")
     if kind in ("digits", "shapes"):
-        _warn_of_folder(Path(spec).absolute())
         return generated.digits(split, rest) if kind == "digits" else generated.shapes(split, rest)
     if kind == "hf" and rest:
         return tables.open_parquet(hub.fetch(rest, ["*.parquet", "**/*.parquet"], kind="dataset"), split)
@@ -334,12 +332,6 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
         raise DataError(f"there is no folder or list of images at {spec}")
     names = (*known.SETS, "digits", "shapes")
     raise ValueError(f"data {spec!r} is neither a folder nor a known dataset; {nearest(spec, names)}")
-
-
-@functools.cache  # once for all splits
-def _warn_of_folder(path: Path) -> None:
-    if path.is_dir():
-        log.warning("--data %s is the built-in dataset: give %s/ to read the folder", path.name, path.name)
 
 
 def _exclude(source: Source, path: Path) -> Source:

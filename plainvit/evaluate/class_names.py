@@ -1,4 +1,4 @@
-"""Class names of models and data: read them, match them, and detect labels that are permuted.
+"""Class names of models and data: read them, and match them.
 
     plainvit evaluate weights.safetensors --data photos/ --class-names names.txt
 
@@ -18,12 +18,10 @@ from plainvit.data.decode import DataError
 from plainvit.data.imagenet import class_names as imagenet_names
 from plainvit.data.imagenet import wordnet_ids
 from plainvit.data.sources import Source
-from plainvit.evaluate.statistics import wilson
 
 log = logging.getLogger("plainvit")
 SIZE_LIMIT = 2**24  # bytes of a file of class names
 IMAGENET_CLASSES = 1000
-PAIRS = 5  # of a mapping that are printed
 
 
 def read_class_names(path: Path, classes: int) -> tuple[str, ...]:
@@ -128,51 +126,3 @@ def _simplify(name: str) -> str:
 
 def are_numbers(names: Sequence[str]) -> bool:
     return bool(names) and all(name.isdecimal() and name.isascii() for name in names)
-
-
-# Permuted labels ------------------------------------------------------------------------------------------------------
-
-
-def find_permutation(labels: np.ndarray, predicted: np.ndarray) -> tuple[dict[int, int], float] | None:
-    """A one-to-one mapping of labels to predictions that is right far more often than the labels, and its accuracy.
-
-    The mapping is found on every second image of a class and measured on the others, so that chance does not find one.
-    It is returned if it is right for most of these images, and the labels for less than half as many.
-    """
-    order = np.argsort(labels, kind="stable")
-    starts = np.searchsorted(labels[order], labels[order])
-    tested = np.empty(len(labels), bool)
-    tested[order] = (np.arange(len(labels)) - starts) % 2 == 1
-    if not tested.any():
-        return None
-    mapping = assign_classes(labels[~tested], predicted[~tested])
-    right = predicted[tested] == np.array([mapping.get(int(label), -1) for label in labels[tested]])
-    low, _ = wilson(int(right.sum()), len(right))
-    own = float((predicted[tested] == labels[tested]).mean())
-    return (mapping, float(right.mean())) if low >= max(0.5, 2 * own) else None
-
-
-def assign_classes(labels: np.ndarray, predicted: np.ndarray) -> dict[int, int]:
-    """{label: prediction}, one to one, by the most frequent pairs first."""
-    pairs, counts = np.unique(np.stack((labels, predicted), 1), axis=0, return_counts=True)
-    mapping: dict[int, int] = {}
-    assigned: set[int] = set()
-    for label, prediction in pairs[np.argsort(-counts, kind="stable")].tolist():
-        if label not in mapping and prediction not in assigned:
-            mapping[label] = prediction
-            assigned.add(prediction)
-    return mapping
-
-
-def warn_permuted(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> None:
-    """Warns if labels seem permuted, with the first pairs of the mapping."""
-    permutation = find_permutation(labels, predicted)
-    if permutation is None:
-        return
-    mapping, top1 = permutation
-    moved = [f"{names[a]!r} -> {names[b]!r}" for a, b in sorted(mapping.items()) if a != b]
-    log.warning(
-        "the labels seem permuted: top-1 is %.2f %%, but %.2f %% under another one-to-one mapping of the classes "
-        "(label -> prediction: %s): check the order of the classes, or give the model's names with --class-names FILE",
-        *(100 * float((labels == predicted).mean()), 100 * top1, ", ".join(moved[:PAIRS])),
-    )

@@ -134,11 +134,9 @@ def _match(pattern: str, split: str) -> Iterator[str | Input]:
 
 
 def _read_names(lines: Iterable[bytes], split: str) -> Iterator[str | Input]:
-    """Names, one per line or separated by zero bytes (find -print0). An invalid name becomes a row with an error."""
-    given = list(lines)
-    zeros = any(b"\0" in line for line in given)
-    for line in b"".join(given).split(b"\0") if zeros else (line.rstrip(b"\r\n") for line in given):
-        name = os.fsdecode(line)
+    """Names, one per line. An invalid name becomes a row with an error."""
+    for line in lines:
+        name = os.fsdecode(line.rstrip(b"\r\n"))
         try:
             yield from _open_path(name, split) if name else ()
         except (DataError, OSError, ValueError) as error:

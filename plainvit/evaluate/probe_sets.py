@@ -26,8 +26,7 @@ from torch import Tensor
 from plainvit import __version__
 from plainvit.config import Probes, to_json
 from plainvit.data.decode import DataError
-from plainvit.data.order import permutation
-from plainvit.data.sources import MissingSplitError, Source, Subset, open_source
+from plainvit.data.sources import MissingSplitError, Source, open_source
 from plainvit.data.splits import hold_out
 from plainvit.evaluate import probe
 from plainvit.evaluate.features import Features, extract
@@ -131,10 +130,8 @@ def accuracy(predicted: Tensor, labels: Tensor) -> float:
 
 def open_pair(spec: str, split: str, data_root: str | Path | None, settings: Probes) -> tuple[Source, Source]:
     """The images to fit probes on and to test them on; a folder without splits holds out a part of each class."""
-    train, test = open_source(spec, "train", data_root=data_root), None
-    for name in (split, "val"):
-        with contextlib.suppress(MissingSplitError):
-            test = test or open_source(spec, name, data_root=data_root)
+    train = open_source(spec, "train", data_root=data_root)
+    test = _open_first(spec, (split, "val"), data_root)
     if test is None:
         if np.bincount(train.labels[train.labels >= 0], minlength=1).max() < 2:
             raise DataError(f"{spec} has no {split} images, and no class with two images to hold one out: add images")
@@ -150,17 +147,17 @@ def open_pair(spec: str, split: str, data_root: str | Path | None, settings: Pro
     if len(untrained):
         name = train.classes[untrained[0]]
         raise DataError(f"{spec} has no training image of the class {name!r}, which its {split} split has")
-    train = _limit_classes(train, settings.per_class) if settings.per_class else train
     if settings.k and max(settings.k) > len(train):
         raise ValueError(f"--k {max(settings.k)} is above the {len(train):,} training images of {spec}")
     return train, test
 
 
-def _limit_classes(source: Source, count: int) -> Source:
-    """At most `count` images of each class, the same ones each time."""
-    members = [np.flatnonzero(source.labels == label) for label in range(len(source.classes))]
-    chosen = [positions[permutation(0, label, len(positions))[:count]] for label, positions in enumerate(members)]
-    return Subset(source, np.sort(np.concatenate(chosen)))
+def _open_first(spec: str, splits: Sequence[str], data_root: str | Path | None) -> Source | None:
+    """The first of these splits that the data has, if any."""
+    for split in splits:
+        with contextlib.suppress(MissingSplitError):
+            return open_source(spec, split, data_root=data_root)
+    return None
 
 
 def _describe(predictor: Predictor, spec: str, train: Source, test: Source, pair: Pair) -> dict[str, Any]:
