@@ -4,6 +4,7 @@ libjpeg-turbo decodes JPEGs at the smallest sufficient scale; Pillow decodes eve
 decoder rejects. Sizes are checked before memory is allocated; only listed formats are opened; only the first frame.
 """
 
+import contextlib
 import io
 import warnings
 
@@ -49,10 +50,10 @@ def get_image_size(data: bytes | np.ndarray) -> tuple[int, int]:
     if isinstance(data, np.ndarray):
         return int(data.shape[0]), int(data.shape[1])
     if data[:2] == b"\xff\xd8" and _orientation(data) == 1:
-        try:
-            return _read_jpeg_header(data, strict=False)[:2]
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):  # Pillow reads some headers that libjpeg-turbo rejects
+            height, width, _ = _read_jpeg_header(data, strict=False)
+            _check_size(height, width)
+            return height, width
     with _open_image(data) as image:
         is_rotated = _exif_orientation(image) in (5, 6, 7, 8)
         return (image.width, image.height) if is_rotated else (image.height, image.width)
