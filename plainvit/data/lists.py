@@ -48,15 +48,23 @@ def _read_rows(path: Path) -> list[_Row]:
         reader = csv.DictReader(file)
         try:
             for cells in reader:
-                row = _Row(*(next(filter(None, map(cells.get, names)), "") for names in COLUMNS.values()))
-                extra = any(cells.get(None) or ())  # pyright: ignore[reportArgumentType, reportCallIssue]
-                problem = _find_problem(row, reader.fieldnames or (), extra)
+                row = _Row(*(_read_cell(cells, synonyms) for synonyms in COLUMNS.values()))
+                extra_cells = cells.get(None) or ()  # pyright: ignore[reportArgumentType, reportCallIssue]
+                problem = _find_problem(row, reader.fieldnames or (), any(extra_cells))
                 if problem:
                     raise DataError(f"{path} line {reader.line_num}: {problem}")
                 rows.append(row)
         except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{path} is not a well-formed list after line {reader.line_num}: {error}") from error
     return rows
+
+
+def _read_cell(cells: dict[str, str], synonyms: Sequence[str]) -> str:
+    """The first cell that is not empty among columns with these names."""
+    for name in synonyms:
+        if cells.get(name):
+            return cells[name]
+    return ""
 
 
 def _find_problem(row: _Row, header: Sequence[str], has_extra_cells: bool) -> str:

@@ -97,7 +97,9 @@ class Loader:
 
     @property
     def mode(self) -> Literal["streamed", "cached", "resident"]:
-        return "resident" if self.resident else "streamed" if self.cache is None else "cached"
+        if self.resident:
+            return "resident"
+        return "streamed" if self.cache is None else "cached"
 
     def stream(self) -> None:
         """Decode images for each batch: where the processes of a run have memory for different modes."""
@@ -123,16 +125,17 @@ class Loader:
             for step, (images, labels, index, bad) in items:
                 images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
                 if self.randaugment or self._augment_after.color or self._augment_after.erase:
-                    images = self._apply_randaugment(images, self._draw_uniforms(range(step, step + 1)))
+                    images = self._finish(images, self._draw_uniforms(range(step, step + 1)))
                 yield Batch(images, labels, index.numpy(), bad)
 
     def _resident_batches(self, start: int, stop: int | None) -> Generator[Batch]:
         """Make several steps at once. A step is always made with the same others, so that resuming is exact."""
         chunk = steps_at_once(self.local_batch, self.size, self.device)
         first = start - start % chunk
-        chunks = itertools.count(first, chunk) if stop is None else range(first, stop, chunk)
-        lists = (prefetch if chunk > 1 else map)(lambda step: self._make_batches(range(step, step + chunk)), chunks)
-        batches = itertools.chain.from_iterable(lists)
+        firsts = itertools.count(first, chunk) if stop is None else range(first, stop, chunk)
+        make_ahead = prefetch if chunk > 1 else map
+        chunks = make_ahead(lambda step: self._make_batches(range(step, step + chunk)), firsts)
+        batches = itertools.chain.from_iterable(chunks)
         yield from itertools.islice(batches, start - first, None if stop is None else stop - first)
 
     def _make_batches(self, steps: range) -> list[Batch]:
@@ -141,11 +144,11 @@ class Loader:
         u = self._draw_uniforms(steps)
         device_index, device_u = (to_device(x, self.device) for x in (torch.from_numpy(index), u))
         images, labels = self.resident.batch(device_index, device_u, self._augment_before, self.size)
-        images = self._apply_randaugment(images, u) if self.randaugment else images
+        images = self._finish(images, u) if self.randaugment else images
         parts = images.split(self.local_batch), labels.split(self.local_batch), np.split(index, len(steps))
         return [Batch(*part) for part in zip(*parts, strict=True)]
 
-    def _apply_randaugment(self, images: Tensor, u: Tensor) -> Tensor:
+    def _finish(self, images: Tensor, u: Tensor) -> Tensor:
         """The augmentation after cropping and flipping: policy, color and erasing."""
         augment = self._augment_after
         if self.randaugment:
@@ -165,9 +168,11 @@ class Loader:
         """Replace each image that cannot be decoded by the next one that can."""
         if len(self.bad) == len(self.source):
             raise DataError("no image of the set can be decoded")
-        index = index.copy()
-        while self.bad and (is_bad := np.isin(index, list(self.bad))).any():
-            index[is_bad] = (index[is_bad] + 1) % len(self.source)
+        bad = list(self.bad)
+        is_bad = np.isin(index, bad)
+        while is_bad.any():
+            index = np.where(is_bad, (index + 1) % len(self.source), index)
+            is_bad = np.isin(index, bad)
         return index
 
     def _record_bad(self, bad: list[tuple[int, str]]) -> None:

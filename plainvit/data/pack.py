@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import simplejpeg
 
-from plainvit.data.check import merge_classes, splits
+from plainvit.data.check import merge_classes, open_all_splits
 from plainvit.data.columns import write_table
 from plainvit.data.content_hash import map_images
 from plainvit.data.decode import DataError, ImageError, decode, get_image_size, has_exif
@@ -37,7 +37,7 @@ def pack(spec: str, target: Path, side: int = 320, quality: int = 90, data_root:
         raise ValueError(f"--side must be at least 1 and --quality 1 to 100, got --side {side} --quality {quality}")
     if target.exists() and any(target.iterdir()):
         raise DataError(f"{target} is not empty: give an empty or new folder")
-    sources = splits(spec, data_root)
+    sources = open_all_splits(spec, data_root)
     classes = merge_classes(spec, sources)
     make_folder(target)
     write_text(target / UNFINISHED, "plainvit data pack has not finished here\n")

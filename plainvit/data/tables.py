@@ -7,6 +7,7 @@ Labels are integers, with class names from the schema, or strings, which are the
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,9 +62,11 @@ def group_by_split(files: Sequence[Path], folder: Path, split: str) -> dict[str,
     """
     splits = [_find_split(file, folder) for file in files]
     default = None if any(splits) else "train"
-    groups = {
-        name: [file for file, own in zip(files, splits, strict=True) if (own or default) == name] for name in SPLITS
-    }
+    groups: dict[str, list[Path]] = {name: [] for name in SPLITS}
+    for file, own in zip(files, splits, strict=True):
+        name = own or default
+        if name:
+            groups[name].append(file)
     if not groups[split]:
         names = ", ".join(file.name for file in files[:4]) + (", ..." if len(files) > 4 else "")
         raise MissingSplitError(f"{folder} has no {split} split: no file or folder is named after it ({names})")
@@ -72,15 +75,17 @@ def group_by_split(files: Sequence[Path], folder: Path, split: str) -> dict[str,
 
 def _find_split(path: Path, folder: Path) -> str | None:
     """The split that a path below a folder is named after, from the innermost name outwards."""
-    return next((split for name in reversed(path.relative_to(folder).parts) if (split := _parse_split(name))), None)
+    for name in reversed(path.relative_to(folder).parts):
+        split = _parse_split(name)
+        if split:
+            return split
+    return None
 
 
 def _parse_split(name: str) -> str | None:
     """The split in the name of a file or folder."""
     for split, synonyms in SPLITS.items():
-        if any(
-            name == synonym or name.startswith((f"{synonym}-", f"{synonym}_", f"{synonym}.")) for synonym in synonyms
-        ):
+        if re.match(rf"({'|'.join(synonyms)})([-_.]|$)", name):
             return split
     return None
 
