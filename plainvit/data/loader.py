@@ -49,6 +49,11 @@ class Batch:
     index: np.ndarray
     bad: list[tuple[int, str]] = field(default_factory=list)  # (index, reason) of images that could not be decoded
 
+    @property
+    def readable(self) -> Tensor:
+        """[B], whether each image could be decoded."""
+        return torch.from_numpy(~np.isin(self.index, [index for index, _ in self.bad]))
+
 
 class Loader:
     """Training batches of one source: this process's part of each global batch."""

@@ -102,14 +102,23 @@ def classify(
     if not len(table):
         raise DataError(f"no image of the {source.split} split can be read")
     table = table[np.argsort(table[:, 0])]
-    check_finite(torch.from_numpy(table[:, 4:COLUMNS]), lambda row: source.name(int(table[row, 0])))
-    index, truth, ranked = (table[:, columns].astype(np.int64) for columns in (0, 1, slice(COLUMNS, None)))
-    predictions, hits = np.split(ranked, 2, axis=1)
-    return Result(truth, predictions, hits.astype(bool), table[:, 2], table[:, 3], index, scorer.classes, unreadable)
+    index, truth, probabilities, nll, total = table[:, :COLUMNS].T
+    check_finite(torch.from_numpy(total[:, None]), lambda row: source.name(int(index[row])))
+    predictions, hits = np.split(table[:, COLUMNS:].astype(np.int64), 2, axis=1)
+    return Result(
+        labels=truth.astype(np.int64),
+        predictions=predictions,
+        hits=hits.astype(bool),
+        probabilities=probabilities,
+        nll=nll,
+        index=index.astype(np.int64),
+        classes=scorer.classes,
+        unreadable=unreadable,
+    )
 
 
-# Columns of a row: position in the source, label, top-1 probability, nll, sum of the logits, which is NaN or Inf if any
-# of them is; then up to 5 predictions and whether each is correct
+# First columns of a row: position in the source, label, top-1 probability, nll, and the sum of the logits, which is NaN
+# or Inf if any of them is. Then follow up to 5 predictions, and whether each is correct
 COLUMNS = 5
 
 
@@ -129,12 +138,10 @@ class _Scorer:
         log_probability = logits.double().log_softmax(-1)  # [B, K]
         best = log_probability.topk(min(5, self.classes))
         right = self.right[torch.from_numpy(batch.index)].to(logits.device)  # [B, M]
-        given = log_probability.gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf)
+        log_right = log_probability.gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf)
         hits = (best.indices.unsqueeze(2) == right.unsqueeze(1)).any(2)  # [B, up to 5]
         index = torch.from_numpy(batch.index).to(logits.device)
-        columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -given.logsumexp(1), total)
-        row = torch.cat(
-            (torch.stack([column.double() for column in columns], 1), best.indices.double(), hits.double()), 1
-        )
-        readable = torch.from_numpy(~np.isin(batch.index, [index for index, _ in batch.bad]))
-        return row.cpu()[readable]
+        columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -log_right.logsumexp(1), total)
+        first = torch.stack([column.double() for column in columns], 1)  # [B, COLUMNS]
+        rows = torch.cat((first, best.indices.double(), hits.double()), 1)
+        return rows.cpu()[batch.readable]

@@ -173,18 +173,23 @@ def _compare_means(differences: np.ndarray) -> dict[str, Any]:
     """The mean difference with its interval and the p-value of a z-test."""
     center, ends = float(differences.mean()), list(statistics.mean_interval(differences))
     error = (ends[1] - ends[0]) / 2 / statistics.Z
-    p = math.erfc(abs(center) / error / math.sqrt(2)) if error > 0 else math.nan if error else float(center == 0)
+    if error > 0:
+        p = math.erfc(abs(center) / error / math.sqrt(2))
+    elif error == 0:  # all differences are equal
+        p = 1.0 if center == 0 else 0.0
+    else:  # NaN: a single image
+        p = math.nan
     return {"difference": center, "interval": ends, "p": p}
 
 
 def published(card: Card) -> list[dict[str, Any]]:
     """Published top-1 of these weights by timm, as a fraction."""
-    column = {"imagenet": "top1", "imagenet-real": "real"}.get(card.data["spec"], "")
-    return [
-        {"top1": getattr(entry, column) / 100, "source": "timm's results for these weights"}
-        for name, entry in PUBLISHED.items()
-        if column and getattr(entry, column) and card.name in (name, f"hf:{entry.hub}")
-    ]
+    results: list[dict[str, Any]] = []
+    for name, entry in PUBLISHED.items():
+        top1 = {"imagenet": entry.top1, "imagenet-real": entry.real}.get(card.data["spec"])
+        if top1 and card.name in (name, f"hf:{entry.hub}"):
+            results.append({"top1": top1 / 100, "source": "timm's results for these weights"})
+    return results
 
 
 # Printing -------------------------------------------------------------------------------------------------------------
@@ -248,20 +253,23 @@ def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Tex
     same = shared == row["images"] == first["images"]
     images = "the same images" if same else f"{shared:,} shared of {first['images']:,} and {row['images']:,} images"
     lines = [Text(f"{row['name']} - {first['name']}, on {images}:")]
-    for name in ("top1", "top5", "nll") if _has_many_classes([row]) else ("top1", "nll"):
+    for name in ("top1", "top5") if _has_many_classes([row]) else ("top1",):
         result = row["difference"][name]
-        scale, unit, digits = (1, "", 4) if name == "nll" else (100, " points", 2)
-        change, low, high = (f"{scale * value:+.{digits}f}" for value in (result["difference"], *result["interval"]))
-        interval = "no interval" if math.isnan(result["interval"][0]) else f"95 % {low} to {high}"
-        lines.append(Text(f"  {TITLES[name]} {change}{unit}, {interval}, {_describe_p(result['p'])}"))
-        if name != "nll":
-            counts = f"{row['name']}: {result['only_this']}, only in {first['name']}: {result['only_first']}"
-            lines.append(Text(f"    correct only in {counts}"))
+        lines.append(_describe_metric(name, result, scale=100, digits=2, unit=" points"))
+        counts = f"{row['name']}: {result['only_this']}, only in {first['name']}: {result['only_first']}"
+        lines.append(Text(f"    correct only in {counts}"))
+    lines.append(_describe_metric("nll", row["difference"]["nll"], scale=1, digits=4, unit=""))
     changes = [f"{key} {_format_setting(a)} -> {_format_setting(b)}" for key, (a, b) in row["settings"].items()]
     if changes:
         more = f", and {len(changes) - MAX_SETTINGS} more (--json)" if len(changes) > MAX_SETTINGS else ""
         lines.append(Text(f"  settings that differ: {', '.join(changes[:MAX_SETTINGS])}{more}"))
     return lines + [Text(f"  {remark}", style="yellow") for remark in row["remarks"]]
+
+
+def _describe_metric(name: str, result: dict[str, Any], *, scale: int, digits: int, unit: str) -> Text:
+    change, low, high = (f"{scale * value:+.{digits}f}" for value in (result["difference"], *result["interval"]))
+    interval = "no interval" if math.isnan(result["interval"][0]) else f"95 % {low} to {high}"
+    return Text(f"  {TITLES[name]} {change}{unit}, {interval}, {_describe_p(result['p'])}")
 
 
 def _has_many_classes(rows: Sequence[dict[str, Any]]) -> bool:
@@ -281,7 +289,9 @@ def _format(name: str, value: Any) -> str:
 
 
 def _format_setting(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else "none" if value in (None, "") else str(value)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "none" if value in (None, "") else str(value)
 
 
 def _describe_p(p: float) -> str:

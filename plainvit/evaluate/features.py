@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
@@ -89,12 +88,18 @@ def features_key(predictor: Predictor, source: Source) -> str:
 def _compute(predictor: Predictor, source: Source, key: str, workers: int | None, quiet: bool) -> Features:
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     unreadable, done = 0, 0
-    options: dict[str, Any] = {"size": predictor.size, "preprocess": predictor.preprocess, "device": predictor.device}
-    batches = evaluation_batches(source, batch=predictor.batch, workers=workers, **options)
+    batches = evaluation_batches(
+        source,
+        batch=predictor.batch,
+        size=predictor.size,
+        preprocess=predictor.preprocess,
+        workers=workers,
+        device=predictor.device,
+    )
     with Display(f"features of {source.spec} {source.split}".replace("  ", " "), len(source), quiet=quiet) as display:
         for batch in batches:
-            readable = torch.from_numpy(~np.isin(batch.index, [index for index, _ in batch.bad]))
-            if bool(readable.any()):
+            readable = batch.readable
+            if readable.any():
                 features = predictor.features(batch.images[readable]).cpu()
                 parts.append((features, batch.labels.cpu()[readable], torch.from_numpy(batch.index)[readable]))
             unreadable, done = unreadable + len(batch.bad), done + len(readable)

@@ -26,7 +26,7 @@ from plainvit.data.columns import map_file, write_table
 from plainvit.data.decode import DataError
 from plainvit.disk import make_folder, read_json, write_atomically, write_text
 
-FORMULAS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # first characters; the last four are full-width = + - @
+FORMULA_STARTS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # first characters; the last four are full-width = + - @
 NUMBER = r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"
 
 
@@ -137,7 +137,7 @@ def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
 
 def _escape_formula(cell: Any) -> Any:
     """Prefixes text that a spreadsheet would run as a formula (OWASP, CSV injection)."""
-    formula = isinstance(cell, str) and cell.startswith(FORMULAS) and not re.fullmatch(NUMBER, cell)
+    formula = isinstance(cell, str) and cell.startswith(FORMULA_STARTS) and not re.fullmatch(NUMBER, cell)
     return f"'{cell}" if formula else cell
 
 
@@ -175,8 +175,10 @@ def check_out(out: Path, allowed: Sequence[str]) -> None:
     """Raises ValueError if the output cannot be written, before any work."""
     if out.suffix.lower() not in allowed:
         raise ValueError(f"cannot write {out}: its name must end in {' or '.join(allowed)}")
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"cannot write {out}: {'it is' if out.is_dir() else f'{out.parent} is not'} a folder")
+    if out.is_dir():
+        raise ValueError(f"cannot write {out}: it is a folder")
+    if not out.parent.is_dir():
+        raise ValueError(f"cannot write {out}: {out.parent} is not a folder")
 
 
 def summarize(tables: Iterator[pa.Table], keep: np.ndarray) -> tuple[tuple[int, int, str], list[dict[str, Any]]]:

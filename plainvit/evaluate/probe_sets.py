@@ -207,7 +207,8 @@ def _list_cells(results: Mapping[str, Any]) -> dict[str, str]:
         few = f" ({result['classes_with_fewer']} classes have fewer)" if result["classes_with_fewer"] else ""
         cells[f"{shots} per class"] = f"{100 * result['top1']:.2f} ± {100 * result['sd']:.2f}{few}"
     cells |= {f"k-NN, k = {k}": f"{100 * top1:.2f}" for k, top1 in results.get("knn", {}).items()}
-    if linear := results.get("linear"):
+    linear = results.get("linear")
+    if linear:
         remark = "" if linear["converged"] else ", not converged"
         cells["linear"] = f"{100 * linear['top1']:.2f} (l2 {linear['l2']:g}{remark})"
     return cells
