@@ -309,16 +309,6 @@ def test_a_decompression_bomb_is_rejected_before_it_is_decoded(form: str, monkey
         assert f"{PIXEL_LIMIT:,}" in reason
 
 
-@pytest.mark.parametrize("data", [jpeg(height=10, width=10), png(height=10, width=10)], ids=["JPEG", "PNG"])
-def test_the_limit_is_exact(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plainvit.data.decode.PIXEL_LIMIT", 100)
-    assert decode(data).shape == (10, 10, 3)
-    monkeypatch.setattr("plainvit.data.decode.PIXEL_LIMIT", 99)
-    for wanted in (None, (1, 1)):
-        with pytest.raises(ImageError, match="99"):
-            decode(data, wanted)
-
-
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "TIFF", "PPM"])
 def test_an_image_without_pixels_is_rejected(form: str) -> None:
     for width, height in ((0, 0), (0, 5), (5, 0)):
@@ -333,17 +323,6 @@ def test_thin_images_are_decoded(form: str, shape: tuple[int, int]) -> None:
     assert np.array_equal(decode(data), by_pillow(data))
     assert get_image_size(data) == shape
     assert decode(data, (8, 8)).shape[:2] == shape
-
-
-def test_a_size_is_read_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """'From its header alone': no pixel is loaded, whatever the format."""
-    made = {form: encode(COLORS, form) for form in CLAIMS}
-    loaded: list[str] = []
-    original = Image.Image.load
-    monkeypatch.setattr(Image.Image, "load", lambda self: loaded.append(str(self.format)) or original(self))
-    for form, data in made.items():
-        assert get_image_size(data) == (20, 30), form
-    assert loaded == []
 
 
 # Damage ---------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as VF
-from pictures import encode, jpeg, noise, photo, plant, png, write_parquet
-from PIL import Image
+from pictures import jpeg, noise, photo, plant, png, write_parquet
 from tiny import mostly_slow
 from torch import Tensor
 
@@ -212,11 +211,6 @@ def test_repeated_augmentation_gives_other_crops_of_one_image(mode: str) -> None
     for first, second, third in images.view(8, 3, *images.shape[1:]):
         assert not torch.equal(first, second)
         assert not torch.equal(second, third)
-
-
-def test_a_batch_that_is_no_multiple_of_the_processes_is_rejected(photos: Source) -> None:
-    with pytest.raises(ValueError, match=r"--batch 10 .* 4 processes"):
-        stream(photos, batch=10, world=4)
 
 
 # Workers that die -----------------------------------------------------------------------------------------------------
@@ -501,41 +495,6 @@ def test_images_of_one_pixel_width_can_be_trained_on(crop: str, mode: str) -> No
     for one in loader.batches(0, 5):
         assert one.images.shape == (6, 3, 16, 16)
     assert loader.bad == {}
-
-
-@pytest.fixture
-def messy(tmp_path: Path) -> Path:
-    """Photos as people have them, in classes named in three scripts."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    transparent = np.dstack([noise(24, 24), np.full((24, 24), 128, np.uint8)])
-    whole = jpeg(5, 60, 60, quality=95)
-    return plant(
-        tmp_path / "photos",
-        {
-            "🐶/alpha.png": encode(transparent),
-            "🐶/cmyk.jpg": encode(photo(30, 40).convert("CMYK"), "JPEG"),
-            "🐶/turned.jpg": encode(photo(30, 40, 2), "JPEG", exif=exif),
-            "🐶/same.png": png(3),
-            "猫/same too.png": png(3),
-            "猫/notes.txt": b"what the photos show",
-            "猫/cut.jpg": whole[: len(whole) // 2],
-            "猫/gray 🎉.png": encode(photo(20, 20, 4).convert("L"), "PNG"),
-            "Füchse & Co/not an image.jpg": b"<html>404</html>",
-            **{f"Füchse & Co/{i}.webp": encode(photo(20, 30, 10 + i), "WEBP") for i in range(4)},
-        },
-    )
-
-
-def test_a_messy_folder_can_be_trained_on(messy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plainvit.data.workers.BAD_FRACTION", 0.5)  # 2 of 12 are many
-    source = open_source(str(messy))
-    assert source.classes == ("Füchse & Co", "猫", "🐶")
-    for mode in ("streamed", "cached", "resident"):
-        loader = Loader(source, batch=12, size=(16, 16), augment=Augment(), workers=0, mode=mode)
-        seen = np.concatenate([batch.index for batch in loader.batches(0, 3)])
-        assert {source.name(index) for index in loader.bad} == {"Füchse & Co/not an image.jpg", "猫/cut.jpg"}
-        assert len(set(seen)) == 10
 
 
 def test_a_loader_can_be_read_in_a_thread(photos: Source) -> None:

@@ -114,14 +114,6 @@ def test_tables_hold_out_the_same_images_on_every_machine(tmp_path: Path, monkey
     assert groups == list(range(9))  # each is decoded once
 
 
-def test_unreadable_files_are_hashed_by_name(tmp_path: Path) -> None:
-    plant_classes(tmp_path, {"a": 3})
-    (tmp_path / "a/broken.png").symlink_to("nowhere")
-    numbers = content_numbers(open_source(str(tmp_path)))
-    assert len(set(numbers.tolist())) == 4
-    assert ((numbers >= 0) & (numbers < 1)).all()
-
-
 def test_files_are_told_apart_by_both_ends_and_their_size(tmp_path: Path) -> None:
     body = bytes(20_000)
     files = {"a/1.png": body, "a/2.png": body + b"\0", "a/3.png": b"x" + body[1:], "a/4.png": body[1:] + b"x"}

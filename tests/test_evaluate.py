@@ -224,12 +224,6 @@ def test_invalid_arguments_and_data_are_one_line(
     assert part in fail(capsys, "evaluate", model, *words.split(), code=code)
 
 
-def test_models_without_a_head_or_a_file_are_one_line(tmp_path: Path, capsys: Capture) -> None:
-    headless = save_model(tmp_path / "headless.safetensors", classes=0)
-    assert "head" in fail(capsys, "evaluate", headless, "--data", "digits", code=2)
-    fail(capsys, "evaluate", tmp_path / "none.safetensors", "--data", "digits", code=2)
-
-
 @pytest.mark.parametrize(
     ("command", "error"),
     [

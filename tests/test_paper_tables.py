@@ -43,12 +43,6 @@ def test_cells_by_hand(number: int, row: str, column: str, expected: float | Non
     assert value(number, row, column) == expected
 
 
-def test_sizes() -> None:
-    sizes = {number: (len(one.rows), len(one.columns)) for number, one in paper.tables().items()}
-    assert sizes == {2: (5, 8), 5: (14, 6), 6: (18, 8), 7: (4, 6), 8: (4, 3), 9: (3, 20)}
-    assert all(len(cells) == len(one.columns) for one in paper.tables().values() for _, cells in one.rows)
-
-
 def test_printed_averages_are_those_of_the_rows() -> None:
     for number, digits in ((7, 2), (9, 1)):
         for _, (*cells, mean) in table(number).rows:

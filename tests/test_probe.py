@@ -190,16 +190,6 @@ def test_features_equal_the_models_for_any_batch(weights: Path, photos: Path, ba
     torch.testing.assert_close(found.features, expected, rtol=0, atol=2e-6)
 
 
-def test_features_are_computed_once(weights: Path, photos: Path, tmp_path: Path) -> None:
-    predictor, source = Predictor(weights, device="cpu"), open_source(str(photos))
-    first = extract(predictor, source, cache=tmp_path / "a" / "b", quiet=True)
-    predictor.features = None  # pyright: ignore[reportAttributeAccessIssue] - it could not compute them again
-    again = extract(predictor, open_source(str(photos)), cache=tmp_path / "a" / "b", quiet=True)
-    assert (first.cached, again.cached) == (False, True)
-    assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in ("features", "labels", "index"))
-    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [f"{first.key}.safetensors"]
-
-
 def test_every_setting_changes_the_cache_key(weights: Path, photos: Path) -> None:
     source, predictor = open_source(str(photos)), Predictor(weights, device="cpu")
     changed = Predictor(weights, device="cpu")

@@ -34,8 +34,6 @@ from plainvit.data.sources import (
 from plainvit.data.tables import ParquetSource, has_parquet
 from plainvit.errors import first_line
 
-ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")
-
 Input = tuple[str, Source]  # prefix of the names, images
 
 
@@ -105,8 +103,6 @@ def _open_path(path: str, split: str) -> Iterator[str | Input]:
     """A single file is an image whatever its name; in a folder only files with an image suffix are."""
     if Path(path).is_dir():
         yield from _open_folder(path, split)
-    elif path.lower().endswith(ARCHIVES):
-        raise DataError(f"{path} is an archive: unpack it, and give the folder")
     elif path.endswith(".parquet"):
         yield f"{path}/", ParquetSource([Path(path)])  # whatever split its name says
     else:

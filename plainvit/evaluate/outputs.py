@@ -38,18 +38,18 @@ class Parts:
     ) -> None:
         if out.exists() and not force:
             raise ValueError(f"{out} exists: use --force to overwrite it, or give another --out")
-        self.out, self.folder, self.force = out, out.with_name(f"{out.name}.parts"), force
+        self.out, self.folder = out, out.with_name(f"{out.name}.parts")
         self.steps, self.per_part = -(-images // batch), -(-part // batch)  # batches, all and of a part
         self._unwritten: dict[int, dict[int, pa.Table]] = {}
-        self._open_folder({**job, "batch": batch, "part": self.per_part * batch})
+        self._open_folder({**job, "batch": batch, "part": self.per_part * batch}, force)
         self.done = {part for part in range(self.count) if self._is_complete(part)}
 
-    def _open_folder(self, job: dict[str, Any]) -> None:
+    def _open_folder(self, job: dict[str, Any], force: bool) -> None:
         """Keeps the finished parts of the same job; deletes those of another job with force, else raises ValueError."""
         make_folder(self.folder)
         stored, parts = read_json(self.folder / "job.json"), list(self.folder.glob("part-*.parquet"))
         changed = [key for key in job if job[key] != stored.get(key)]
-        if stored and changed and parts and not self.force:
+        if stored and changed and parts and not force:
             raise ValueError(
                 f"{self.folder} contains {len(parts)} parts of another job (different: {', '.join(changed)}): "
                 "use --force to start over, or give another --out"
@@ -86,8 +86,6 @@ class Parts:
     def finish(self) -> None:
         """Writes the output and deletes the parts."""
         write = WRITERS[self.out.suffix.lower()]
-        if self.out.exists() and not self.force:
-            raise ValueError(f"{self.out} was written by another process: run again with --force or another --out")
         write_atomically(self.out, lambda path: write(path, self.tables()))
         for path in (*self.folder.glob("part-*.parquet"), self.folder / "job.json"):
             path.unlink(missing_ok=True)  # parts first: they are useless without job.json

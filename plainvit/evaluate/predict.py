@@ -69,7 +69,7 @@ class PredictionJob:
         best = outputs.softmax(-1).topk(self.top)
         return _copy_to_host(finite, best.values, best.indices)
 
-    def rows(self, output: "PendingOutput", names: list[str], errors: list[str | None]) -> pa.Table:
+    def make_table(self, output: "PendingOutput", names: list[str], errors: list[str | None]) -> pa.Table:
         """One row per image: name, predictions or features, error."""
         finite, *outputs = output.wait()
         pairs = zip(errors, finite.tolist(), strict=True)
@@ -177,7 +177,7 @@ def predict_batches(job: PredictionJob, source: Source, index: np.ndarray, batch
         positions, bad = index[batch.index], dict(batch.bad)
         names = [source.name(position) for position in positions.tolist()]
         errors = [bad.get(position) for position in batch.index.tolist()]
-        yield int(positions[0]) // job.batch, job.rows(output, names, errors)
+        yield int(positions[0]) // job.batch, job.make_table(output, names, errors)
 
 
 # The job --------------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def write(
     return Summary(str(out), *counts, len(source) - todo, time.monotonic() - start), kept
 
 
-def rows(job: PredictionJob, source: Source, *, engine: Engine = predict_locally) -> Iterator[dict[str, Any]]:
+def predict_rows(job: PredictionJob, source: Source, *, engine: Engine = predict_locally) -> Iterator[dict[str, Any]]:
     """Yields the rows of all images in order, without a file."""
     waiting: dict[int, pa.Table] = {}
     next_step = 0
