@@ -28,7 +28,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.evaluate import statistics
 from plainvit.evaluate.card import Card, _compute_metrics, read_card, read_rows
-from plainvit.evaluate.compare import compare, published
+from plainvit.evaluate.compare import compare
 from plainvit.evaluate.labels import align
 from plainvit.evaluate.metrics import Result
 from plainvit.runtime.checkpoint import tensor_hash
@@ -311,17 +311,3 @@ def test_runs_that_differ_only_in_the_seed_are_groups(both: Both, tmp_path: Path
     other = plant_run(tmp_path / "other", both[0], 180, seed=7, optim=Optim(lr=1.0))
     assert compare([*runs[:2], other])["groups"][1]["difference"] is None, "no seed in common"
     assert compare([runs[0], runs[3], other])["groups"] == [], "no two differ only in the seed"
-
-
-@pytest.mark.parametrize(
-    ("spec", "name", "top1"),
-    [
-        ("imagenet", "vit_b16_orig_i21k_i1k_384", [84.21]),
-        ("imagenet-real", "hf:timm/deit_base_patch16_224.fb_in1k", [86.83]),
-        ("digits", "vit_b16_orig_i21k_i1k_384", []),
-    ],
-)
-def test_published_results_are_found_by_weights(both: Both, spec: str, name: str, top1: list[float]) -> None:
-    card = both[0].card
-    named = replace(card, data=card.data | {"spec": spec}, model=card.model | {"source": name})
-    assert [round(100 * result["top1"], 2) for result in published(named)] == top1

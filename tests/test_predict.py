@@ -329,7 +329,7 @@ def test_parts_of_another_job_need_force(predictor: Predictor, weights: Path, ph
     other_batch = Predictor(weights, device="cpu", batch=2)
     for job, changed in (
         (PredictionJob(predictor, 3), "top"),
-        (PredictionJob(other_weights, 2), "model"),
+        (PredictionJob(other_weights, 2), "weights"),
         (PredictionJob(other_mean, 2), "config"),
         (PredictionJob(other_batch, 2), "batch"),
     ):

@@ -97,17 +97,6 @@ def test_neighbors_equal_scikit_learns() -> None:
         assert found.tolist() == peer.fit(x, y).predict(others).tolist()
 
 
-def test_ties_go_to_the_lower_class_and_to_the_earlier_image() -> None:
-    x = torch.tensor([[1.0, 0], [0, 1.0], [0, 2.0], [0, 3.0], [-1.0, 0]])
-    y = torch.tensor([4, 3, 2, 1, 0])
-    found = probe.neighbors(x, y, 5, torch.tensor([[0.0, 5.0], [1.0, 1.0], [0.0, 0.0]]), (1, 2, 3))
-    # three images lie exactly on the first query: the earliest is of class 3; with equal votes the lowest class wins
-    assert [int(found[k][0]) for k in (1, 2, 3)] == [3, 2, 1]
-    # the second is equally far from images 0 to 3, of classes 4 3 2 1
-    assert [int(found[k][1]) for k in (1, 2, 3)] == [4, 3, 2]
-    assert int(found[1][2]) == 4  # a zero vector is equally far from all
-
-
 @pytest.mark.parametrize(
     ("fit", "message"),
     [

@@ -24,7 +24,7 @@ from plainvit.data.splits import choose_split
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
 from plainvit.evaluate.classify import EvaluationSet, classify
-from plainvit.evaluate.compare import TITLES, published, to_unit
+from plainvit.evaluate.compare import TITLES, to_unit
 from plainvit.evaluate.labels import Labels, align
 from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
@@ -180,7 +180,6 @@ def summary_table(done: Evaluation) -> Group:
     counts += [f"{data['left_out']:,} excluded"] if data["left_out"] else []
     title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; correct is {data['rule']}"
     lines = [Text(title, style="bold"), table]
-    lines += [Text(f"{100 * row['top1']:.2f} % in {row['source']}", style="dim") for row in published(card)]
     result = done.result
     notes = [result.confidence_sentence, f"report: {done.folder / 'report.html'}"]
     notes += describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)

@@ -1,4 +1,4 @@
-"""Compare cards with the first one: differences with intervals and p-values, and published results.
+"""Compare cards with the first one: differences with intervals and p-values.
 
     plainvit compare evaluations/vit evaluations/bit
 
@@ -23,7 +23,6 @@ from plainvit.config import Config, flatten
 from plainvit.disk import run_settings
 from plainvit.evaluate import seeds, statistics
 from plainvit.evaluate.card import Card, Rows, match_images, read_card, read_rows, settings_of
-from plainvit.weights.published import PUBLISHED
 
 UNITS = {**dict.fromkeys(("top1", "top5", "precision", "recall", "f1"), "%"), "ece": "points"}  # of fractions
 TITLES = {"top1": "top-1", "top5": "top-5", "nll": "NLL", "ece": "calibration error"}
@@ -99,7 +98,6 @@ def _describe(entry: Entry) -> dict[str, Any]:
         "unreadable": card.unreadable,
         "metrics": card.metrics,
         "intervals": card.intervals,
-        "published": published(card),
     }
 
 
@@ -182,21 +180,11 @@ def _compare_means(differences: np.ndarray) -> dict[str, Any]:
     return {"difference": center, "interval": ends, "p": p}
 
 
-def published(card: Card) -> list[dict[str, Any]]:
-    """Published top-1 of these weights by timm, as a fraction."""
-    results: list[dict[str, Any]] = []
-    for name, entry in PUBLISHED.items():
-        top1 = {"imagenet": entry.top1, "imagenet-real": entry.real}.get(card.data["spec"])
-        if top1 and card.name in (name, f"hf:{entry.hub}"):
-            results.append({"top1": top1 / 100, "source": "timm's results for these weights"})
-    return results
-
-
 # Printing -------------------------------------------------------------------------------------------------------------
 
 
 def table(report: dict[str, Any]) -> Group:
-    """Groups of seeds, a row per card, differences and published results."""
+    """Groups of seeds, a row per card, and the differences."""
     rows, data, groups = report["cards"], report["data"], report["groups"]
     lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), correct is {data['rule']}", style="bold")]
     if groups:
@@ -206,8 +194,6 @@ def table(report: dict[str, Any]) -> Group:
         lines.append(Text("The differences of single runs are in --json.", style="dim"))
     else:
         lines += [line for row in rows[1:] for line in _describe_difference(row, rows[0])]
-    for row in rows:
-        lines += [Text(f"{row['name']}: {100 * peer['top1']:.2f} % in {peer['source']}") for peer in row["published"]]
     return Group(*lines)
 
 

@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from plainvit.config import to_json
 from plainvit.data.content_hash import content_stamp
 from plainvit.data.decode import DataError
 from plainvit.data.loader import evaluation_batches
@@ -73,14 +72,10 @@ def features_key(predictor: Predictor, source: Source) -> str:
     """Cache key: equal only for equal features."""
     settings: dict[str, Any] = {
         "schema": SCHEMA,
-        "weights": predictor.weights_hash,
-        "model": to_json(predictor.model.config),
+        "predictor": predictor.describe(),
         "data": source.fingerprint(),
         "content": content_stamp(source),
         "split": source.split,
-        "preprocess": to_json(predictor.preprocess),
-        "size": list(predictor.size),
-        "precision": str(predictor.dtype),
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 

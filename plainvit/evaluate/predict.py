@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from plainvit import __version__
-from plainvit.config import to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
 from plainvit.disk import run_folder
@@ -98,18 +97,13 @@ class PredictionJob:
 
     def describe(self, source: Source) -> dict[str, Any]:
         """Everything that the rows depend on, except the batch size, which changes at most the last digits."""
-        predictor = self.predictor
         return {
             "plainvit": __version__,
-            "model": predictor.weights_hash,
-            "config": to_json(predictor.model.config),
-            "class names": list(predictor.class_names) if self.top else [],
+            **self.predictor.describe(),
+            "class names": list(self.predictor.class_names) if self.top else [],
             "inputs": source.fingerprint(),
             "images": len(source),
             "top": self.top,
-            "precision": str(predictor.dtype).removeprefix("torch."),
-            "preprocess": to_json(predictor.preprocess),
-            "image size": list(predictor.size),
         }
 
 

@@ -99,7 +99,7 @@ def least_squares(features: Tensor, labels: Tensor, classes: int, l2: float = L2
 def neighbors(features: Tensor, labels: Tensor, classes: int, others: Tensor, ks: Sequence[int]) -> dict[int, Tensor]:
     """Predicted classes for each k, by cosine similarity: a neighbor has exp(cosine / TEMPERATURE) votes.
 
-    Ties go to the earlier image and to the lower class. A zero vector has cosine 0 to all others.
+    With equal votes the lower class wins. A zero vector has cosine 0 to all others.
     """
     _check(features, labels, classes)
     check_finite(others, "row {}".format, "features")
@@ -111,23 +111,12 @@ def neighbors(features: Tensor, labels: Tensor, classes: int, others: Tensor, ks
     size = max(min(2**25 // len(features), 1024), 1)  # 128 MB of fp32 cosines at once
     for queries in others.split(size):
         cosines = F.normalize(queries, dim=1) @ bank.T  # [M, N]
-        values, positions = _find_nearest(cosines, max(ks))
+        values, positions = cosines.topk(max(ks))
         nearest, weights = labels[positions], ((values - values[:, :1]) / TEMPERATURE).exp()
         for k in predicted:
             votes = torch.zeros(len(nearest), classes, dtype=weights.dtype)
             predicted[k].append(votes.scatter_add_(1, nearest[:, :k], weights[:, :k]).argmax(1))
     return {k: torch.cat(columns) for k, columns in predicted.items()}
-
-
-def _find_nearest(cosines: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row [M, k] in descending order, ties by position; topk does not define their order."""
-    values, positions = cosines.topk(k)
-    tied = (cosines >= values[:, -1:]).sum(1) > k
-    tied |= (values[:, 1:] == values[:, :-1]).any(1)
-    if tied.any():
-        order = cosines[tied].sort(dim=1, descending=True, stable=True)
-        values[tied], positions[tied] = order.values[:, :k], order.indices[:, :k]
-    return values, positions
 
 
 # Linear probe ---------------------------------------------------------------------------------------------------------

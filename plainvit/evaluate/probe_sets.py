@@ -24,7 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from plainvit import __version__
-from plainvit.config import Probes, to_json
+from plainvit.config import Probes
 from plainvit.data.decode import DataError
 from plainvit.data.sources import MissingSplitError, Source, open_source
 from plainvit.data.splits import hold_out
@@ -165,10 +165,7 @@ def _describe(predictor: Predictor, spec: str, train: Source, test: Source, pair
         "kind": "probe",
         "plainvit": __version__,
         "model": str(predictor.source),
-        "weights": predictor.weights_hash,
-        "image_size": list(predictor.size),
-        "preprocess": to_json(predictor.preprocess),
-        "precision": str(predictor.dtype).removeprefix("torch."),
+        **predictor.describe(),
         "width": pair.test.features.shape[1],
         "data": spec,
         "split": test.split,
