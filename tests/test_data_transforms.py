@@ -437,13 +437,6 @@ def test_mixing_does_not_depend_on_the_number_of_processes(augment: Augment, wor
         assert torch.equal(torch.cat([y for _, y in parts]), whole[1])
 
 
-@pytest.mark.parametrize(("augment", "count"), [(MIXUP, 1), (CUTMIX, 7)])
-def test_mixing_an_odd_batch_is_rejected(augment: Augment, count: int) -> None:
-    images, targets = pairs(count)
-    with pytest.raises(ValueError, match=f"got {count}"):
-        mix(images, targets, augment, 0, 0)
-
-
 # Labels ---------------------------------------------------------------------------------------------------------------
 
 

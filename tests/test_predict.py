@@ -344,19 +344,6 @@ def test_parts_of_another_job_need_force(predictor: Predictor, weights: Path, ph
     assert list_files(tmp_path) == ["photos", "r.csv"]
 
 
-def test_an_existing_file_is_replaced_only_with_force(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
-    out, source, job = tmp_path / "r.jsonl", inputs.find([str(photos)]), PredictionJob(predictor, 1)
-    out.write_text("another's")
-    with pytest.raises(ValueError, match="--force"):
-        write(job, source, out, engine=stop_after_one_part)
-    with pytest.raises(Stop):
-        write(job, source, out, engine=stop_after_one_part, part=4, force=True)
-    assert out.read_text() == "another's"
-    summary, _ = write(job, source, out, part=4, force=True)  # the same command resumes
-    assert summary.resumed == 4
-    assert len(out.read_text().splitlines()) == 7
-
-
 # Ray ------------------------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from plainvit.evaluate.compare import TITLES, to_unit
 from plainvit.evaluate.labels import Labels, align
 from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
-from plainvit.evaluate.statistics import FEW, describe_accuracy
+from plainvit.evaluate.statistics import FEW_CLASSES, describe_accuracy
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
 from plainvit.runtime.distributed import join as join_processes
@@ -170,7 +170,7 @@ def summary_table(done: Evaluation) -> Group:
     for title in ("value", "95 % interval"):
         table.add_column(title, justify="right", no_wrap=True)
     for name in TITLES:
-        if name in card.metrics and (name != "top5" or done.result.classes > FEW):
+        if name in card.metrics and (name != "top5" or done.result.classes > FEW_CLASSES):
             ends, value = card.intervals.get(name), card.metrics[name]
             between = " to ".join(to_unit(name, end) for end in ends) if ends and np.isfinite(ends).all() else ""
             table.add_row(TITLES[name], to_unit(name, value), between)

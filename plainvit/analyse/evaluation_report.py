@@ -16,7 +16,7 @@ from plainvit.disk import write_text
 from plainvit.evaluate.card import Card
 from plainvit.evaluate.labels import Labels
 from plainvit.evaluate.metrics import MOST_CONFUSED, Result
-from plainvit.evaluate.statistics import FEW
+from plainvit.evaluate.statistics import FEW_CLASSES
 
 
 def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequence[Sample], folder: Path) -> None:
@@ -54,7 +54,7 @@ def slug(text: str) -> str:
 def _summarize(card: Card, result: Result) -> Html:
     data = card.data
     scores: dict[str, Any] = {
-        **{name: value for name, value in card.metrics.items() if name != "top5" or result.classes > FEW},
+        **{name: value for name, value in card.metrics.items() if name != "top5" or result.classes > FEW_CLASSES},
         "images": card.images,
         "interval": card.intervals["top1"],
         "probability": float(result.probabilities.mean()),

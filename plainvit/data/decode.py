@@ -167,7 +167,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert to 8-bit RGB: 16 bits are scaled, transparency is composed on white."""
     if image.mode.startswith("I") or image.mode == "F":
         values = np.nan_to_num(np.asarray(image).astype(np.float64))
-        maximum = 65535 if image.mode.startswith("I") else 1 if values.max(initial=0) <= 1 else 255
+        if image.mode.startswith("I"):
+            maximum = 65535
+        elif values.max(initial=0) <= 1:  # floats are in [0, 1] or [0, 255]
+            maximum = 1
+        else:
+            maximum = 255
         image = Image.fromarray((values.clip(0, maximum) * (255 / maximum)).round().astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")

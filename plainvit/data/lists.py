@@ -5,6 +5,7 @@ labels.csv      a header and lines of file,label[,split]
 
 import csv
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ COLUMNS = {
     "label": ("label", "class"),
     "split": ("split",),
 }
-SPLIT_NAMES = ("", *(name for names in SPLITS.values() for name in names))
+SPLIT_NAMES = ("", *chain.from_iterable(SPLITS.values()))
 LIST = "labels.csv"
 LIST_LIMIT = 2**30  # bytes
 

@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ def has_parquet(folder: Path) -> bool:
 
 def _find_parquet_files(folder: Path) -> list[Path]:
     """Files in the folder, in its subfolders and in CONFIG/SPLIT/ (the hub's layout), without a full search."""
-    split_names = [name for names in SPLITS.values() for name in names]
-    candidates = (f"{folder}/{top}/{name}" for top in class_names(folder) for name in split_names)
-    deep = [Path(path) for path in candidates if os.path.isdir(path)]  # noqa: PTH112  (thousands of classes)
     files = [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]
-    files += [path for parent in deep for path in sorted(parent.glob("*.parquet"))]
+    split_names = list(chain.from_iterable(SPLITS.values()))
+    for subfolder in class_names(folder):
+        for split_name in split_names:
+            path = f"{folder}/{subfolder}/{split_name}"
+            if os.path.isdir(path):  # noqa: PTH112 - there may be thousands of classes
+                files += sorted(Path(path).glob("*.parquet"))
     return [path for path in files if path.name != INDEX]
 
 

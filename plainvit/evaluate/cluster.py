@@ -168,8 +168,10 @@ class Work:
         settings = {"device": device, "precision": precision, "preprocess": local.preprocess, "batch": local.batch}
         settings["class_names"] = local.class_names if job.top else None
         model = local.model if local.device == "cpu" else copy.deepcopy(local.model).cpu()
-        inputs = source.sources if isinstance(source, Inputs) else [source]
-        samples = [path for part in inputs for path in itertools.islice(filter(os.path.exists, part.files()), 1)]
+        samples: list[str] = []
+        for part in source.sources if isinstance(source, Inputs) else [source]:
+            existing = filter(os.path.exists, part.files())
+            samples += itertools.islice(existing, 1)
         return cls(model, settings, job.top, source, tuple(samples), workers)
 
     def open_job(self) -> PredictionJob:

@@ -260,7 +260,7 @@ def _describe_metric(name: str, result: dict[str, Any], *, scale: int, digits: i
 
 def _has_many_classes(rows: Sequence[dict[str, Any]]) -> bool:
     """Whether top-5 is worth showing."""
-    return any(row["classes"] > statistics.FEW for row in rows)
+    return any(row["classes"] > statistics.FEW_CLASSES for row in rows)
 
 
 def to_unit(name: str, value: float) -> str:

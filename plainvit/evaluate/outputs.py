@@ -115,16 +115,21 @@ def _write_csv(path: Path, tables: Iterator[pa.Table]) -> None:
     """name, label_1, probability_1, label_2 ..., error."""
     first = next(tables)
     top = int((first.schema.metadata or {})[b"top"])
-    pairs = [f"{title}_{rank}" for rank in range(1, top + 1) for title in ("label", "probability")]
+    header = ["name"]
+    for rank in range(1, top + 1):
+        header += [f"label_{rank}", f"probability_{rank}"]
     with path.open("w", encoding="utf-8", newline="") as file:
-        write_rows(file, [["name", *pairs, "error"]])
+        write_rows(file, [[*header, "error"]])
         for table in itertools.chain([first], tables):
-            write_rows(file, (_make_cells(row, 2 * top) for row in table.to_pylist()))
+            write_rows(file, (_make_cells(row, top) for row in table.to_pylist()))
 
 
-def _make_cells(row: dict[str, Any], width: int) -> list[Any]:
-    pairs = [cell for prediction in row["predictions"] for cell in (prediction["label"], prediction["probability"])]
-    return [row["name"], *pairs, *[""] * (width - len(pairs)), row["error"] or ""]
+def _make_cells(row: dict[str, Any], top: int) -> list[Any]:
+    cells = [row["name"]]
+    for prediction in row["predictions"]:
+        cells += [prediction["label"], prediction["probability"]]
+    empty = [""] * 2 * (top - len(row["predictions"]))
+    return [*cells, *empty, row["error"] or ""]
 
 
 def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
