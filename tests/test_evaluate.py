@@ -21,7 +21,7 @@ from plainvit.analyse.evaluation import Evaluation, evaluate_model
 from plainvit.analyse.subject import gather
 from plainvit.cli import main
 from plainvit.config import About, Preprocess
-from plainvit.data.sources import open_source
+from plainvit.data.sources import Subset, open_source
 from plainvit.data.splits import choose_split
 from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.metrics import Result
@@ -117,6 +117,18 @@ def test_several_processes_equal_one(processes: int, batch: int, tmp_path: Path,
     assert all(table[column] == rows[column] for column in ("name", "label", "prediction", "right"))
     assert "images" in children[0].said
     assert children[1].said == ""  # only the main process reports
+
+
+@pytest.mark.parametrize(("images", "keep", "reads"), [(4, True, 4), (4, False, 8), (5, True, 10)])
+def test_small_sets_are_preprocessed_once(images: int, keep: bool, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plainvit.evaluate.classify.CACHE_BYTES", 3 * 8 * 8 * 4)
+    source = Subset(open_source("digits", "test"), np.arange(images))
+    read, seen = source.read, []
+    monkeypatch.setattr(source, "read", lambda index: seen.append(index) or read(index))
+    evaluation_set = EvaluationSet(source, (8, 8), Preprocess(), keep=keep)
+    for _ in range(2):
+        assert sum(len(batch.images) for batch in evaluation_set.batches()) == images
+    assert len(seen) == reads
 
 
 # Which images ---------------------------------------------------------------------------------------------------------

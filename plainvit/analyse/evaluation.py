@@ -97,7 +97,7 @@ def _classify(
 ) -> Result:
     """The main process shows progress; its part is as large as any."""
     source = labels.source
-    options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world, "keep": False}
+    options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world}
     evaluation_set = EvaluationSet(source, predictor.size, predictor.preprocess, **options)
     local_images = len(range(world.rank, len(source), world.size))
     with Display("evaluate", local_images, quiet=quiet or not world.is_main) as display:

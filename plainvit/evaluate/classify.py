@@ -9,7 +9,7 @@ The last batch is smaller, never dropped or padded. Unreadable images are counte
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,11 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models.inference import check_finite, eval_mode
 from plainvit.runtime.distributed import World
 
-CACHE_BYTES = 2 * 10**9  # largest validation set that is kept prepared between evaluations
+CACHE_BYTES = 2 * 10**9  # largest validation set that is kept preprocessed between evaluations
 
 
 class EvaluationSet:
-    """A source with its model's preprocessing; `keep` stores the prepared batches if they are small enough."""
+    """A source with its model's preprocessing; `keep` stores the preprocessed batches if they are small enough."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class EvaluationSet:
         batch: int = 256,
         workers: int | None = 0,
         world: World | None = None,
-        keep: bool = True,
+        keep: bool = False,
     ) -> None:
         self.source, self.size, self.world, self.batch = source, size, world or World(), batch
         self._options: dict[str, Any] = {"batch": batch, "size": size, "preprocess": preprocess, "workers": workers}
-        self._small = keep and len(source) * 3 * size[0] * size[1] <= CACHE_BYTES
+        self._keep = keep and len(source) * 3 * size[0] * size[1] <= CACHE_BYTES
         self._kept: list[Batch] | None = None
 
     @property
@@ -53,18 +53,19 @@ class EvaluationSet:
         """The largest number of batches of any process: sharded models need equally many forwards in all."""
         return math.ceil(math.ceil(len(self.source) / self.world.size) / self.batch)
 
-    def batches(self) -> Iterable[Batch]:
+    def batches(self) -> Iterator[Batch]:
         """The batches of this process."""
         if self._kept is not None:
-            return self._kept
-        world = self.world
-        batches = evaluation_batches(
-            self.source, rank=world.rank, world_size=world.size, device=world.device, **self._options
-        )
-        if self._small:
-            self._kept = list(batches)
-            return self._kept
-        return batches
+            yield from self._kept
+            return
+        kept: list[Batch] = []
+        parallel = {"rank": self.world.rank, "world_size": self.world.size, "device": self.world.device}
+        for batch in evaluation_batches(self.source, **parallel, **self._options):
+            if self._keep:
+                kept.append(batch)
+            yield batch
+        if self._keep:
+            self._kept = kept
 
 
 @torch.no_grad()

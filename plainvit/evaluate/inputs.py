@@ -19,7 +19,7 @@ import numpy as np
 
 from plainvit.data import known
 from plainvit.data.content_hash import content_stamp
-from plainvit.data.decode import DataError, ImageError
+from plainvit.data.decode import DataError
 from plainvit.data.shards import has_tars
 from plainvit.data.sources import (
     SUFFIXES,
@@ -32,7 +32,6 @@ from plainvit.data.sources import (
     select_images,
 )
 from plainvit.data.tables import ParquetSource, has_parquet
-from plainvit.errors import first_line
 
 Input = tuple[str, Source]  # prefix of the names, images
 
@@ -55,19 +54,6 @@ class Inputs(ConcatSource):
             stamp = f"{prefix}\0{len(source)}\0{source.fingerprint()}\0{content_stamp(source)}\0"
             digest.update(stamp.encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:16]
-
-
-class Unreadable(Source):
-    """An input that cannot be read, with the reason."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        self._name, self._reason, self.labels = name, reason, np.array([-1], np.int32)
-
-    def name(self, index: int) -> str:  # noqa: ARG002
-        return self._name
-
-    def read(self, index: int) -> bytes:  # noqa: ARG002
-        raise ImageError(self._reason)
 
 
 # Finding --------------------------------------------------------------------------------------------------------------
@@ -130,10 +116,8 @@ def _match(pattern: str, split: str) -> Iterator[str | Input]:
 
 
 def _read_names(lines: Iterable[bytes], split: str) -> Iterator[str | Input]:
-    """Names, one per line. An invalid name becomes a row with an error."""
+    """Names, one per line. A file that does not exist becomes a row with an error."""
     for line in lines:
         name = os.fsdecode(line.rstrip(b"\r\n"))
-        try:
-            yield from _open_path(name, split) if name else ()
-        except (DataError, OSError, ValueError) as error:
-            yield "", Unreadable(name, first_line(error))
+        if name:
+            yield from _open_path(name, split)
