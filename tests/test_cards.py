@@ -21,7 +21,7 @@ from shell import Capture, fail, run, save_model
 from sklearn.metrics import precision_recall_fscore_support
 
 import plainvit
-from plainvit.analyse.evaluation import Evaluation, default_name, evaluate_model
+from plainvit.analyse.evaluation import Evaluation, evaluate_model
 from plainvit.config import About, Config, Optim, to_json
 from plainvit.data.content_hash import sample_hash
 from plainvit.data.decode import DataError
@@ -136,13 +136,6 @@ def test_macro_means_equal_scikit_learns() -> None:
     metrics = _compute_metrics(result, align(open_source("digits", "test"), 10))
     macro = precision_recall_fscore_support(labels, predictions, average="macro", zero_division=0)[:3]
     assert [metrics[name] for name in ("precision", "recall", "f1")] == pytest.approx(macro, rel=1e-12)
-
-
-def test_the_same_evaluation_has_the_same_folder_name(both: Both) -> None:
-    first, second = (done.card for done in both)
-    assert default_name(first) == default_name(replace(first, environment={}))
-    assert default_name(first) != default_name(second)
-    assert "/" not in default_name(first)
 
 
 # Invalid files --------------------------------------------------------------------------------------------------------

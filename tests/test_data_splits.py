@@ -86,12 +86,6 @@ def test_splits_without_labels_are_not_used(tmp_path: Path, caplog: pytest.LogCa
     assert "test images" in caplog.text
 
 
-def test_one_image_per_class_cannot_be_held_out(tmp_path: Path) -> None:
-    plant(tmp_path, {f"{name}/{copy}.png": png(seed) for seed, name in enumerate("ab") for copy in range(2)})
-    with pytest.raises(DataError, match="--holdout 0"):
-        hold_out(open_source(str(tmp_path)), 0.2)
-
-
 def test_files_tables_and_tars_hold_out_the_same_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_classes(tmp_path / "files", {"a": 60, "b": 60})
     write_parquet(tmp_path / "table/train.parquet", [png(i) for i in range(120)], [i // 60 for i in range(120)])

@@ -1,16 +1,13 @@
 """The paper's tables: against each other, against their printed averages, against our own counts, and cells by hand."""
 
-import io
 import json
 import statistics
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from shell import Capture, fail, report, run
 
 from plainvit.data.vtab import TASKS
-from plainvit.evaluate import paper
 from plainvit.evaluate.paper import add_cards, table
 from plainvit.planning import cost
 from plainvit.recipes.paper import PRETRAINING
@@ -149,12 +146,3 @@ def test_a_card_without_a_column_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "code"), [(["4"], 2), (["five"], 2), (["5", "nowhere"], 3)])
 def test_wrong_arguments_are_one_line(words: list[str], code: int, capsys: Capture) -> None:
     fail(capsys, "paper", *words, code=code)
-
-
-@pytest.mark.parametrize("number", paper.tables())
-def test_no_number_is_truncated_in_80_columns(number: int) -> None:
-    said = io.StringIO()
-    Console(width=80, file=said).print(paper.render(table(number)))
-    words = said.getvalue().split()
-    for _, cells in table(number).rows:
-        assert set(paper._format_row(table(number), cells)) <= set(words)

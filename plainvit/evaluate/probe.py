@@ -45,7 +45,7 @@ class LinearClassifier:
 
     def predict(self, features: Tensor) -> Tensor:
         """[M] classes."""
-        check_finite(features, "row {}".format, "features")
+        _check_features(features)
         return torch.cat([self.scores(part).argmax(1) for part in features.split(BLOCK_ROWS)])
 
 
@@ -57,6 +57,11 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
 
 def standardize(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (features.double() - mean) / std
+
+
+def _check_features(features: Tensor) -> None:
+    """Raises NonFiniteError if any feature is NaN or Inf."""
+    check_finite(features, "row {}".format, "features")
 
 
 # Few-shot -------------------------------------------------------------------------------------------------------------
@@ -78,7 +83,7 @@ def least_squares(features: Tensor, labels: Tensor, classes: int, l2: float = L2
     Standardized features are centered, so big_vision's constant feature is orthogonal to them. Its weight is solved
     separately, so that its square, N x 10^4, does not harm the conditioning.
     """
-    _check(features, labels, classes)
+    _check_features(features)
     mean, std = moments(features)
     width = features.shape[1]
     gram = l2 * torch.eye(width, dtype=torch.float64)
@@ -101,11 +106,8 @@ def neighbors(features: Tensor, labels: Tensor, classes: int, others: Tensor, ks
 
     With equal votes the lower class wins. A zero vector has cosine 0 to all others.
     """
-    _check(features, labels, classes)
-    check_finite(others, "row {}".format, "features")
-    if not ks or min(ks) < 1 or max(ks) > len(features):
-        given = ", ".join(map(str, ks)) or "none"
-        raise ValueError(f"k must be between 1 and the {len(features):,} training images, got {given}")
+    _check_features(features)
+    _check_features(others)
     bank = F.normalize(features, dim=1)
     predicted: dict[int, list[Tensor]] = {k: [] for k in ks}
     size = max(min(2**25 // len(features), 1024), 1)  # 128 MB of fp32 cosines at once
@@ -136,9 +138,7 @@ def logistic(
     scikit-learn's LogisticRegression with C = 1 / (l2 N) has the same minimum on standardized features.
     `converged`: no element of the gradient exceeds 2 * tolerance.
     """
-    _check(features, labels, classes)
-    if l2 < 0:
-        raise ValueError(f"l2 must be at least 0, got {l2:g}")
+    _check_features(features)
     mean, std = moments(features)
     weights = start.weights.clone() if start else torch.zeros(features.shape[1], classes, dtype=torch.float64)
     bias = start.bias.clone() if start else torch.zeros(classes, dtype=torch.float64)
@@ -208,11 +208,3 @@ def _stratified_split(labels: np.ndarray, classes: int) -> tuple[Tensor, Tensor]
     if not len(chosen):
         raise ValueError("no class has two training images, so --linear-l2 cannot be chosen: give a single value")
     return torch.from_numpy(np.setdiff1d(np.arange(len(labels)), chosen)), torch.from_numpy(chosen)
-
-
-def _check(features: Tensor, labels: Tensor, classes: int) -> None:
-    if features.ndim != 2 or len(features) != len(labels) or not len(features):
-        raise ValueError(f"features must be [N, D] with N labels, got {tuple(features.shape)} and {len(labels)} labels")
-    if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise ValueError(f"labels must be from 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
-    check_finite(features, "row {}".format, "features")
