@@ -273,29 +273,7 @@ def jpeg_of(width: int, height: int) -> bytes:
     return bytes(data)
 
 
-def bmp_of(width: int, height: int) -> bytes:
-    data = bytearray(encode(photo(8, 8), "BMP"))
-    data[18:26] = struct.pack("<ii", width, height)
-    return bytes(data)
-
-
-def tiff_of(width: int, height: int) -> bytes:
-    tags = [(256, width), (257, height), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, height), (279, 64)]
-    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
-    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + entries + bytes(4) + bytes(64)
-
-
-def ppm_of(width: int, height: int) -> bytes:
-    return f"P6 {width} {height} 255\n".encode() + bytes(100)
-
-
-CLAIMS: dict[str, Callable[[int, int], bytes]] = {
-    "PNG": png_of,
-    "JPEG": jpeg_of,
-    "BMP": bmp_of,
-    "TIFF": tiff_of,
-    "PPM": ppm_of,
-}
+CLAIMS: dict[str, Callable[[int, int], bytes]] = {"PNG": png_of, "JPEG": jpeg_of}
 
 
 @pytest.mark.parametrize("form", CLAIMS)
@@ -309,7 +287,7 @@ def test_a_decompression_bomb_is_rejected_before_it_is_decoded(form: str, monkey
         assert f"{PIXEL_LIMIT:,}" in reason
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "BMP", "TIFF", "PPM"])
+@pytest.mark.parametrize("form", CLAIMS)
 def test_an_image_without_pixels_is_rejected(form: str) -> None:
     for width, height in ((0, 0), (0, 5), (5, 0)):
         catch_image_error(CLAIMS[form](width, height))

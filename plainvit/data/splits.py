@@ -31,7 +31,7 @@ class Splits:
         return self.train.classes
 
     @cached_property
-    def describe(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """The content of data.json, by which changed images are detected. Cached: it reads every name."""
         present = {"train": self.train, "val": self.val, "test": self.test}
         sizes = {
@@ -98,7 +98,7 @@ def _matches_records(config: Config, run: Path) -> bool:
         return False
     evaluated = splits.test or splits.val
     has_same_content = evaluated is None or card.get("content") in (None, sample_hash(evaluated, CARD_SAMPLE))
-    return has_same_content and all(recorded.get(key) == value for key, value in splits.describe.items())
+    return has_same_content and all(recorded.get(key) == value for key, value in splits.description.items())
 
 
 def choose_split(model: str | Path, data: str, split: str, data_root: str | Path | None) -> Source:

@@ -94,7 +94,7 @@ def fit(
         with raise_lost_peer(world):
             with show_activity(f"reading the list of images of {config.data}", quiet=quiet or not world.is_main):
                 config, splits = world.run_on_all_ranks(
-                    lambda: open_run(config, options), lambda both: default_name(both[0]) + str(both[1].describe)
+                    lambda: open_run(config, options), lambda both: default_name(both[0]) + str(both[1].description)
                 )
             if search:
                 check_search(config)
@@ -204,7 +204,7 @@ def write_start(run: Training, splits: Splits) -> None:
     """The data, config, environment and status of the run, before its first step."""
     folder, config, world = run.folder, run.config, run.world
     init = {"init": hash_init(config)} if config.init else {}
-    folder.write("data.json", splits.describe | init | {"loading": run.loader.mode})
+    folder.write("data.json", splits.description | init | {"loading": run.loader.mode})
     folder.write("config.json", to_json(config))
     first, now = folder.read("environment.json"), environment(world.device) | {"processes": world.size}
     folder.write("environment.json", first or now)
