@@ -304,3 +304,21 @@ def test_runs_that_differ_only_in_the_seed_are_groups(both: Both, tmp_path: Path
     other = plant_run(tmp_path / "other", both[0], 180, seed=7, optim=Optim(lr=1.0))
     assert compare([*runs[:2], other])["groups"][1]["difference"] is None, "no seed in common"
     assert compare([runs[0], runs[3], other])["groups"] == [], "no two differ only in the seed"
+
+
+def test_eight_runs_fit_a_narrow_terminal(
+    both: Both, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups first, then the runs by name; the run without a matching seed is named."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [
+        plant_run(Path(f"p{patch}-{seed}"), both[0], 300 + 7 * seed + patch, seed=seed, optim=Optim(lr=patch))
+        for patch in (2, 4)
+        for seed in range(5 - patch // 4)
+    ]
+    lines = run(capsys, "compare", *runs)[1].splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[2:4]] == ["p2", "p4"]
+    assert "(no matching seed: p2-4)" in " ".join(" ".join(lines).split())
+    assert {run.name for run in runs} <= {line.split()[0] for line in lines if line.strip()}

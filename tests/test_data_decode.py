@@ -273,7 +273,13 @@ def jpeg_of(width: int, height: int) -> bytes:
     return bytes(data)
 
 
-CLAIMS: dict[str, Callable[[int, int], bytes]] = {"PNG": png_of, "JPEG": jpeg_of}
+def tiff_of(width: int, height: int) -> bytes:
+    tags = [(256, width), (257, height), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, height), (279, 64)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + entries + bytes(4) + bytes(64)
+
+
+CLAIMS: dict[str, Callable[[int, int], bytes]] = {"PNG": png_of, "JPEG": jpeg_of, "TIFF": tiff_of}
 
 
 @pytest.mark.parametrize("form", CLAIMS)

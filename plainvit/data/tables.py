@@ -121,7 +121,7 @@ class ParquetSource(Source):
         columns = [file.read_labels() for file in self._files]
         if not names and all(is_text(column.type) for column in columns):
             others = [] if self.class_paths == self.paths else [ParquetFile(path) for path in self.class_paths]
-            names = read_names([file.read_labels() for file in others] or columns, where)
+            names = read_names([file.read_labels() for file in others] or columns)
         labels = [convert_labels(column, names, path) for column, path in zip(columns, self.paths, strict=True)]
         return check_range(np.concatenate(labels), names, where)
 

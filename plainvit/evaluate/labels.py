@@ -79,14 +79,11 @@ def align(source: Source, classes: int, names: Sequence[str] = (), *, data_root:
 
 
 def check_labels(source: Source) -> None:
-    """Raises DataError unless every image has a label among the source's classes."""
-    where = f"{source.spec or 'the data'} ({source.split or 'all'})"
+    """Raises DataError unless every image has a label."""
     missing, count = int((source.labels < 0).sum()), len(source)
     if missing:
+        where = f"{source.spec or 'the data'} ({source.split or 'all'})"
         raise DataError(f"{missing:,} of {count:,} images of {where} have no label, so they cannot be scored")
-    top = int(source.labels.max(initial=-1))
-    if top >= len(source.classes):
-        raise DataError(f"{where} has the label {top}, but only {len(source.classes)} classes")
 
 
 # One label per image --------------------------------------------------------------------------------------------------
@@ -144,8 +141,6 @@ def _align_real(source: Source, names: tuple[str, ...], lists: list[list[int]]) 
         raise DataError("imagenet-real: two images have the same number in their names")
     correct = [lists[number - 1] for number in numbers]
     keep = np.array([position for position, classes in enumerate(correct) if classes], int)
-    if not len(keep):
-        raise DataError("imagenet-real: no image has a label in ReaL's lists")
     right = np.full((len(keep), max(map(len, lists))), -1, np.int64)
     for row, position in enumerate(keep):
         right[row, : len(correct[position])] = correct[position]
