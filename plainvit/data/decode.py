@@ -157,8 +157,6 @@ def _open_image(data: bytes) -> Image.Image:
 
 
 def _check_size(height: int, width: int) -> None:
-    if height < 1 or width < 1:
-        raise ImageError(f"the image has no pixels ({width} x {height})")
     if height * width > PIXEL_LIMIT:
         raise ImageError(f"{width} x {height} is over the limit of {PIXEL_LIMIT:,} pixels")
 
