@@ -213,6 +213,11 @@ def test_repeated_augmentation_gives_other_crops_of_one_image(mode: str) -> None
         assert not torch.equal(second, third)
 
 
+def test_a_batch_that_is_no_multiple_of_the_processes_is_rejected(photos: Source) -> None:
+    with pytest.raises(ValueError, match=r"--batch 10 .* 4 processes"):
+        stream(photos, batch=10, world=4)
+
+
 # Workers that die -----------------------------------------------------------------------------------------------------
 
 

@@ -91,14 +91,20 @@ class Loader:
         # Color and erasing follow RandAugment, if there is one; flips come before it
         self._augment_before = augment.replace(color=0.0, erase=0.0) if self.randaugment else augment
         self._augment_after = augment.replace(flip=0.0)
-        extents = None
+        self.resident = self.cache = None
         if mode in ("auto", "resident"):
-            extents = find_resident_sizes(source, self.device, mode == "resident", force)
-        self.resident = None if extents is None else Resident(source, self.device, self.bad, extents)
-        can_cache = not self.resident and mode in ("auto", "cached")
-        self.cache = open_cache(source, augment, size, required=mode == "cached") if can_cache else None
+            self.resident = self._open_resident(required=mode == "resident", force=force)
+        if mode in ("auto", "cached") and not self.resident:
+            self.cache = open_cache(source, augment, size, required=mode == "cached")
+
+    def _open_resident(self, *, required: bool, force: bool) -> Resident | None:
+        sizes = find_resident_sizes(self.source, self.device, required, force)
+        if sizes is None:
+            return None
+        resident = Resident(self.source, self.device, self.bad, sizes)
         for index, reason in self.bad.items():
-            log.warning("%s: %s", source.name(index), reason)
+            log.warning("%s: %s", self.source.name(index), reason)
+        return resident
 
     @property
     def mode(self) -> Literal["streamed", "cached", "resident"]:
