@@ -102,7 +102,11 @@ def classify(
     unreadable = int(world.sum(torch.tensor([unreadable], device=world.device)))
     if not len(table):
         raise DataError(f"no image of the {source.split} split can be read")
-    table = table[np.argsort(table[:, 0])]
+    return _make_result(table[np.argsort(table[:, 0])], source, scorer.classes, unreadable)
+
+
+def _make_result(table: np.ndarray, source: Source, classes: int, unreadable: int) -> Result:
+    """The result of rows as `_Scorer` makes them; raises NonFiniteError."""
     index, truth, probabilities, nll, total = table[:, :COLUMNS].T
     check_finite(torch.from_numpy(total[:, None]), lambda row: source.name(int(index[row])))
     predictions, hits = np.split(table[:, COLUMNS:].astype(np.int64), 2, axis=1)
@@ -113,7 +117,7 @@ def classify(
         probabilities=probabilities,
         nll=nll,
         index=index.astype(np.int64),
-        classes=scorer.classes,
+        classes=classes,
         unreadable=unreadable,
     )
 
