@@ -288,10 +288,9 @@ class Probes(Checked):
     k: tuple[int, ...] = ()  # k-NN: numbers of neighbors; default: 1 5 10 20 100 200, as far as there are images
     #: Linear probe: regularization; the best on a fifth of the training images is used
     linear_l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
-    per_class: int = 0  # Maximum training images per class; 0: all (big_vision on ImageNet: 65)
 
     def __post_init__(self) -> None:
-        self._check(positive=("shots", "seeds", "k"), natural=("per_class",))
+        self._check(positive=("shots", "seeds", "k"))
         for name in ("method", "shots", "linear_l2"):
             if not getattr(self, name):
                 raise ValueError(f"{self._flag(name)} is empty: give at least one value")

@@ -21,14 +21,14 @@ from shell import Capture, fail, run, save_model
 from sklearn.metrics import precision_recall_fscore_support
 
 import plainvit
-from plainvit.analyse.evaluation import Evaluation, default_name, evaluate_model
+from plainvit.analyse.evaluation import Evaluation, evaluate_model
 from plainvit.config import About, Config, Optim, to_json
 from plainvit.data.content_hash import sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.evaluate import statistics
 from plainvit.evaluate.card import Card, _compute_metrics, read_card, read_rows
-from plainvit.evaluate.compare import compare, published
+from plainvit.evaluate.compare import compare
 from plainvit.evaluate.labels import align
 from plainvit.evaluate.metrics import Result
 from plainvit.runtime.checkpoint import tensor_hash
@@ -136,13 +136,6 @@ def test_macro_means_equal_scikit_learns() -> None:
     metrics = _compute_metrics(result, align(open_source("digits", "test"), 10))
     macro = precision_recall_fscore_support(labels, predictions, average="macro", zero_division=0)[:3]
     assert [metrics[name] for name in ("precision", "recall", "f1")] == pytest.approx(macro, rel=1e-12)
-
-
-def test_the_same_evaluation_has_the_same_folder_name(both: Both) -> None:
-    first, second = (done.card for done in both)
-    assert default_name(first) == default_name(replace(first, environment={}))
-    assert default_name(first) != default_name(second)
-    assert "/" not in default_name(first)
 
 
 # Invalid files --------------------------------------------------------------------------------------------------------
@@ -256,7 +249,7 @@ def test_what_may_explain_a_difference_is_a_remark(both: Both, tmp_path: Path) -
     same = {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0, "only_first": 0, "only_this": 0}
     assert rows[1]["difference"]["top1"] == same
     assert [remark.split()[0] for remark in rows[2]["remarks"]] == ["preprocessing", "precision"]
-    assert rows[3]["remarks"][1] == "2 of the 360 shared images have different labels"
+    assert rows[3]["remarks"][1] == "2 of the 360 shared images have labels with different names"
 
 
 def test_few_classes_have_no_top_5_and_one_image_no_interval(tmp_path: Path, capsys: Capture) -> None:
@@ -329,17 +322,3 @@ def test_eight_runs_fit_a_narrow_terminal(
     assert [line.split()[0] for line in lines[2:4]] == ["p2", "p4"]
     assert "(no matching seed: p2-4)" in " ".join(" ".join(lines).split())
     assert {run.name for run in runs} <= {line.split()[0] for line in lines if line.strip()}
-
-
-@pytest.mark.parametrize(
-    ("spec", "name", "top1"),
-    [
-        ("imagenet", "vit_b16_orig_i21k_i1k_384", [84.21]),
-        ("imagenet-real", "hf:timm/deit_base_patch16_224.fb_in1k", [86.83]),
-        ("digits", "vit_b16_orig_i21k_i1k_384", []),
-    ],
-)
-def test_published_results_are_found_by_weights(both: Both, spec: str, name: str, top1: list[float]) -> None:
-    card = both[0].card
-    named = replace(card, data=card.data | {"spec": spec}, model=card.model | {"source": name})
-    assert [round(100 * result["top1"], 2) for result in published(named)] == top1

@@ -12,7 +12,7 @@ from PIL import Image
 
 from plainvit.config import Augment
 from plainvit.data import cache, cores_and_memory
-from plainvit.data.cache import Decoded, open_cache
+from plainvit.data.cache import CachedSource, open_cache
 from plainvit.data.cores_and_memory import available_memory, memory_budget
 from plainvit.data.decode import decode
 from plainvit.data.loader import Loader
@@ -73,7 +73,7 @@ def test_batches_do_not_depend_on_memory(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_an_image_larger_than_its_slot_is_decoded_each_time(tmp_path: Path) -> None:
     source = make_photos(tmp_path, [(40, 50), (8, 8)])
-    images = Decoded(source, (32, 32), slot=200)
+    images = CachedSource(source, (32, 32), slot=200)
     for index in (0, 0, 1, 1):
         assert np.array_equal(images.read(index), source.image(index))
     assert images._sizes.tolist() == [[0, 0, 0, 0], [8, 8, 8, 8]]

@@ -33,29 +33,11 @@ def test_info_of_a_folder(tmp_path: Path, capsys: Capture) -> None:
     assert train["fingerprint"] != val["fingerprint"]
 
 
-def test_a_folder_with_the_name_of_a_known_set_has_all_of_its_splits(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The known set `imagenet` has no test split."""
-    for split in ("train", "val", "test"):
-        plant_classes(tmp_path / "imagenet" / split, {"a": 1, "b": 1})
-    monkeypatch.chdir(tmp_path)
-    assert list(report(capsys, "data", "info", "imagenet")["splits"]) == ["train", "val", "test"]
-
-
 # check ----------------------------------------------------------------------------------------------------------------
 
 
 def problems(findings: list[dict[str, str]]) -> set[tuple[str, str, str]]:
     return {(one["split"], one["name"], one["problem"]) for one in findings}
-
-
-def test_check_of_intact_data_finds_nothing(tmp_path: Path, capsys: Capture) -> None:
-    root = plant_classes(tmp_path / "set", {"a": 3, "b": 3})
-    assert report(capsys, "data", "check", root) == []
-    code, out, _ = run(capsys, "data", "check", root)
-    assert code == 0
-    assert "no problems" in out
 
 
 def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None:
@@ -95,10 +77,6 @@ def test_check_finds_everything_planted(tmp_path: Path, capsys: Capture) -> None
     assert saved == findings
     assert all(set(finding) == {"split", "name", "problem", "detail"} for finding in findings)
     assert len(open_source(str(root), exclude=tmp_path / "bad.jsonl")) == 23 - 6
-
-
-def test_the_folder_of_save_is_checked_before_the_data(tmp_path: Path, capsys: Capture) -> None:
-    assert "--save" in fail(capsys, "data", "check", tmp_path / "no data", "--save", tmp_path / "no/bad.jsonl", code=2)
 
 
 @pytest.mark.parametrize("name", ["x[/b].png", "new\nline.png", "日本語.png", os.fsdecode(b"\xff.png")])
@@ -152,15 +130,6 @@ def test_pack_shrinks_images_and_keeps_labels(mixed: Path, tmp_path: Path, capsy
     assert problems(report(capsys, "data", "check", tmp_path / "out")) == {("val", "a", "empty class")}
 
 
-def test_shards_can_be_read_without_their_index(mixed: Path, tmp_path: Path, capsys: Capture) -> None:
-    report(capsys, "data", "pack", mixed, tmp_path / "out", "--side", "64")
-    made = open_source(str(tmp_path / "out"))
-    (tmp_path / "out" / "index.parquet").unlink()
-    scanned = open_source(str(tmp_path / "out"))
-    assert [scanned.read(i) for i in range(6)] == [made.read(i) for i in range(6)]
-    assert scanned.labels.tolist() == made.labels.tolist()
-
-
 @pytest.mark.parametrize(("limit", "count"), [(8000, 8), (1, 30)])
 def test_pack_splits_into_shards(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, limit: int, count: int
@@ -189,13 +158,6 @@ def test_pack_needs_an_empty_folder_and_images(tmp_path: Path, capsys: Capture) 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
     (tmp_path / "set" / "a").mkdir(parents=True)
     fail(capsys, "data", "pack", tmp_path / "set", tmp_path / "new")
-
-
-@pytest.mark.parametrize("options", [("--side", "0"), ("--side", "-5"), ("--quality", "0"), ("--quality", "101")])
-def test_invalid_pack_settings_are_usage_errors(tmp_path: Path, capsys: Capture, options: tuple[str, str]) -> None:
-    line = fail(capsys, "data", "pack", "shapes:size=16,count=4", tmp_path / "out", *options, code=2)
-    assert options[0].strip("-") in line
-    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_interrupted_pack_cannot_be_opened(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pictures import catch_error, names, plant, plant_classes, png, real_data, write_parquet
+from pictures import catch_error, plant, plant_classes, png, real_data, write_parquet
 from shell import Capture, report
 from sklearn.datasets import load_digits
 
 from plainvit.data import generated, known
 from plainvit.data.decode import DataError
 from plainvit.data.imagenet import class_names, readable_names, wordnet_ids
-from plainvit.data.sources import MissingSplitError, Source, open_source
+from plainvit.data.sources import Source, open_source
 
 # Known sets -----------------------------------------------------------------------------------------------------------
 
@@ -35,11 +35,6 @@ def test_known_sets_have_their_published_size(name: str, split: str) -> None:
     assert (len(source), len(source.classes)) == COUNTS[name, split]
     assert np.array_equal(np.unique(source.labels), np.arange(len(source.classes)))
     assert source.image(len(source) - 1).ndim == 3
-
-
-def test_a_known_set_needs_its_root(tmp_path: Path) -> None:
-    assert "--data-root DIR with the images in DIR/cifar10/{train,test}/CLASS" in catch_error("cifar10")
-    assert str(tmp_path / "cifar10/{train,test}/CLASS") in catch_error("cifar10", data_root=tmp_path)
 
 
 def test_a_wrong_number_of_classes_is_refused(tmp_path: Path) -> None:
@@ -102,11 +97,6 @@ def test_wordnet_folders_are_in_imagenets_order_with_readable_names(tmp_path: Pa
     assert report(capsys, "data", "info", root)["class_names"] == list(readable_names(source.classes))
 
 
-@pytest.mark.parametrize("classes", [(), ("cat", "dog"), ("n01440764", "cat"), ("n99999999",)])
-def test_other_class_names_are_unchanged(classes: tuple[str, ...]) -> None:
-    assert readable_names(classes) == classes
-
-
 # digits ---------------------------------------------------------------------------------------------------------------
 
 
@@ -120,22 +110,6 @@ def test_digits_equal_those_of_scikit_learn() -> None:
         assert np.array_equal(found, np.repeat(gray[chosen][..., None], 3, -1))
         assert np.array_equal(source.labels, reference.target[chosen])
         assert source.classes == tuple("0123456789")
-
-
-def test_a_folder_named_digits_is_not_read_without_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(plant_classes(tmp_path / "digits", {"a": 1}).parent)
-    assert [len(open_source(spec)) for spec in ("digits", "digits", "digits/")] == [1437, 1437, 1]
-    assert ["digits/" in line for line in caplog.messages] == [True]
-
-
-def test_digits_splits_are_disjoint() -> None:
-    found = {split: set(names(open_source("digits", split))) for split in ("train", "test")}
-    assert (len(found["train"]), len(found["test"])) == (1437, 360)
-    assert not found["train"] & found["test"]
-    with pytest.raises(MissingSplitError, match="--holdout"):  # a validation split inside train would flatter a run
-        open_source("digits", "val")
 
 
 # shapes ---------------------------------------------------------------------------------------------------------------

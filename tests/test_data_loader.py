@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as VF
-from pictures import encode, jpeg, noise, photo, plant, png, write_parquet
-from PIL import Image
+from pictures import jpeg, noise, photo, plant, png, write_parquet
 from tiny import mostly_slow
 from torch import Tensor
 
 from plainvit.config import Augment, Preprocess
 from plainvit.data import tables
 from plainvit.data.decode import DataError
-from plainvit.data.generated import Pixels
+from plainvit.data.generated import ArraySource
 from plainvit.data.loader import Batch, Loader, evaluation_batches
 from plainvit.data.order import permutation
 from plainvit.data.pack import pack
@@ -174,7 +173,7 @@ def kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Source]:
         tmp_path / "parquet" / "train-00.parquet", [png(i) for i in range(20)], [i % 3 for i in range(20)], group=3
     )
     pack(str(tmp_path / "folder"), tmp_path / "tars")
-    monkeypatch.setattr(tables, "IN_MEMORY", 0)
+    monkeypatch.setattr(tables, "MEMORY_LIMIT", 0)
     folders = {name: open_source(str(tmp_path / name)) for name in ("folder", "parquet", "tars")}
     made = {"shapes": open_source("shapes:size=16,count=20"), "digits": Subset(open_source("digits"), np.arange(20))}
     return folders | made
@@ -235,7 +234,7 @@ def test_killing_a_worker_does_not_change_the_stream(photos: Source, pause: floa
     assert_same(found, stream(photos, stop=16))
 
 
-class Trap(Pixels):
+class Trap(ArraySource):
     """Images in memory; to read some of them in a worker does something."""
 
     def __init__(self, strike: Callable[[], None], at: int) -> None:
@@ -501,41 +500,6 @@ def test_images_of_one_pixel_width_can_be_trained_on(crop: str, mode: str) -> No
     for one in loader.batches(0, 5):
         assert one.images.shape == (6, 3, 16, 16)
     assert loader.bad == {}
-
-
-@pytest.fixture
-def messy(tmp_path: Path) -> Path:
-    """Photos as people have them, in classes named in three scripts."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    transparent = np.dstack([noise(24, 24), np.full((24, 24), 128, np.uint8)])
-    whole = jpeg(5, 60, 60, quality=95)
-    return plant(
-        tmp_path / "photos",
-        {
-            "🐶/alpha.png": encode(transparent),
-            "🐶/cmyk.jpg": encode(photo(30, 40).convert("CMYK"), "JPEG"),
-            "🐶/turned.jpg": encode(photo(30, 40, 2), "JPEG", exif=exif),
-            "🐶/same.png": png(3),
-            "猫/same too.png": png(3),
-            "猫/notes.txt": b"what the photos show",
-            "猫/cut.jpg": whole[: len(whole) // 2],
-            "猫/gray 🎉.png": encode(photo(20, 20, 4).convert("L"), "PNG"),
-            "Füchse & Co/not an image.jpg": b"<html>404</html>",
-            **{f"Füchse & Co/{i}.webp": encode(photo(20, 30, 10 + i), "WEBP") for i in range(4)},
-        },
-    )
-
-
-def test_a_messy_folder_can_be_trained_on(messy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plainvit.data.workers.BAD_FRACTION", 0.5)  # 2 of 12 are many
-    source = open_source(str(messy))
-    assert source.classes == ("Füchse & Co", "猫", "🐶")
-    for mode in ("streamed", "cached", "resident"):
-        loader = Loader(source, batch=12, size=(16, 16), augment=Augment(), workers=0, mode=mode)
-        seen = np.concatenate([batch.index for batch in loader.batches(0, 3)])
-        assert {source.name(index) for index in loader.bad} == {"Füchse & Co/not an image.jpg", "猫/cut.jpg"}
-        assert len(set(seen)) == 10
 
 
 def test_a_loader_can_be_read_in_a_thread(photos: Source) -> None:

@@ -1,4 +1,4 @@
-"""Order and randomness: against SplitMix64 in Python's own integers, its published outputs and frozen ones."""
+"""Order and randomness: against SplitMix64 in Python's own integers, and its published outputs."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ STEP = 0x9E3779B97F4A7C15
 seeds = st.integers(0, 2**63 - 1)
 
 
-def finalise(x: int) -> int:
+def finalize(x: int) -> int:
     """SplitMix64's output function as Steele, Lea and Flood print it."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
@@ -25,13 +25,13 @@ def signed(x: int) -> int:
 
 
 def uniforms_by_hand(seed: int, epoch: int, position: int, count: int) -> list[float]:
-    key = finalise(finalise((epoch + finalise((seed + STEP) & MASK)) & MASK) ^ position)
-    return [(finalise(finalise((key + i * STEP) & MASK)) >> 40) / 2**24 for i in range(1, count + 1)]
+    key = finalize(finalize((epoch + finalize((seed + STEP) & MASK)) & MASK) ^ position)
+    return [(finalize(finalize((key + i * STEP) & MASK)) >> 40) / 2**24 for i in range(1, count + 1)]
 
 
 def permutation_by_hand(seed: int, epoch: int, count: int) -> list[int]:
-    salt = finalise((epoch + finalise(seed ^ STEP)) & MASK)
-    return sorted(range(count), key=lambda i: signed(finalise((i + salt) & MASK)))
+    salt = finalize((epoch + finalize(seed ^ STEP)) & MASK)
+    return sorted(range(count), key=lambda i: signed(finalize((i + salt) & MASK)))
 
 
 # The hash -------------------------------------------------------------------------------------------------------------
@@ -64,27 +64,6 @@ def test_uniforms_equal_64_bit_arithmetic(seed: int, epoch: int, position: int, 
 @given(seeds, st.integers(0, 2**40), st.integers(1, 300))
 def test_permutation_equals_64_bit_arithmetic(seed: int, epoch: int, count: int) -> None:
     assert permutation(seed, epoch, count).tolist() == permutation_by_hand(seed, epoch, count)
-
-
-# What a run of today must find again tomorrow: frozen, not computed
-GOLDEN_ORDERS = {
-    (0, 0, 10): [6, 1, 2, 3, 5, 8, 9, 4, 0, 7],
-    (0, 1, 10): [0, 5, 2, 3, 8, 4, 7, 1, 9, 6],
-    (1, 0, 10): [6, 7, 5, 8, 0, 3, 1, 2, 9, 4],
-    (42, 7, 16): [7, 0, 5, 6, 8, 1, 13, 3, 2, 4, 10, 12, 11, 9, 14, 15],
-    (1099511627777, 90, 5): [1, 3, 0, 2, 4],
-}
-
-
-@pytest.mark.parametrize(("seed", "epoch", "count"), GOLDEN_ORDERS)
-def test_golden_permutations(seed: int, epoch: int, count: int) -> None:
-    assert permutation(seed, epoch, count).tolist() == GOLDEN_ORDERS[seed, epoch, count]
-
-
-def test_golden_uniforms() -> None:
-    expected = [[12715458, 2570733, 10986732], [14566802, 9425147, 11132663]]
-    found = uniforms(42, torch.tensor([0, 3]), torch.tensor([0, 12345]), 3)
-    assert (found * 2**24).long().tolist() == expected
 
 
 # Positions ------------------------------------------------------------------------------------------------------------

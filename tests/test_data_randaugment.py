@@ -18,7 +18,7 @@ from plainvit.data.loader import Loader
 from plainvit.data.order import uniforms
 from plainvit.data.randaugment import FILL, OPERATIONS, SIGMAS, RandAugment, three_augment
 from plainvit.data.sources import Source, open_source
-from plainvit.data.transforms import DRAWS, TRIES, augment_batch, crop_and_resize, crop_boxes, preprocess_image
+from plainvit.data.transforms import NUM_UNIFORMS, TRIES, augment_batch, crop_and_resize, crop_boxes, preprocess_image
 
 BOTH = Augment(randaugment=(2, 15), three_augment=True)
 THEIRS = v2.RandAugment(fill=[FILL] * 3)
@@ -43,8 +43,8 @@ def drawing(name: str, negative: bool, count: int) -> Tensor:
 
 
 def draws(count: int, operations: int = 2, seed: int = 0) -> Tensor:
-    count_of_each = DRAWS + 2 + 2 * operations
-    return uniforms(seed, torch.zeros(count, dtype=torch.long), torch.arange(count), count_of_each)[:, DRAWS:]
+    count_of_each = NUM_UNIFORMS + 2 + 2 * operations
+    return uniforms(seed, torch.zeros(count, dtype=torch.long), torch.arange(count), count_of_each)[:, NUM_UNIFORMS:]
 
 
 def drawn(u: Tensor) -> list[list[tuple[str, bool]]]:
@@ -198,13 +198,13 @@ def test_augmentations_are_applied_in_the_documented_order(shapes: Source, mode:
     found = loaded(shapes, augment, batch=48, mode=mode)
     loader = Loader(shapes, batch=48, size=(32, 32), augment=augment, seed=3, workers=0, mode="streamed")
     index = loader.order.sample(np.arange(48))
-    u = uniforms(3, torch.zeros(48, dtype=torch.long), torch.arange(48), DRAWS + 6)
+    u = uniforms(3, torch.zeros(48, dtype=torch.long), torch.arange(48), NUM_UNIFORMS + 6)
     boxes = crop_boxes(u, torch.full((48, 2), 32), augment, (32, 32))
     images = [
         crop_and_resize(shapes.read(int(i)), box, (32, 32), (32, 32)) for i, box in zip(index, boxes, strict=True)
     ]
     flipped = [x.flip(2) if row[4 * TRIES] < 0.5 else x for x, row in zip(images, u, strict=True)]
-    changed = RandAugment(augment, (32, 32), "cpu")(torch.stack(flipped), u[:, DRAWS:])
+    changed = RandAugment(augment, (32, 32), "cpu")(torch.stack(flipped), u[:, NUM_UNIFORMS:])
     assert torch.equal(found, augment_batch(changed, u, augment.replace(flip=0.0)))
 
 
@@ -217,7 +217,7 @@ def test_a_policy_never_synchronizes() -> None:
     images, u = torch.empty((56, 3, 32, 32), dtype=torch.uint8, device="meta"), draws(56)
     found = RandAugment(augment, (32, 32), "meta")(images, u)
     assert (found.shape, found.dtype, found.device.type) == (images.shape, torch.uint8, "meta")
-    assert augment_batch(found, torch.empty((56, DRAWS), device="meta"), augment).shape == images.shape
+    assert augment_batch(found, torch.empty((56, NUM_UNIFORMS), device="meta"), augment).shape == images.shape
 
 
 @pytest.mark.gpu

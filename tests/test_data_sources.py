@@ -242,11 +242,6 @@ def test_invalid_data_is_a_data_error_of_one_line(tmp_path: Path, kind: str) -> 
     catch_error(tmp_path)
 
 
-def test_a_test_folder_without_class_folders_is_a_data_error(tmp_path: Path) -> None:
-    plant(plant_classes(tmp_path / "train", {"a": 1, "b": 1}).parent, {"test/1.png": png(9)})
-    assert f"{tmp_path}/test has no class folders" in catch_error(tmp_path, "test")
-
-
 # Exclusion and fingerprints -------------------------------------------------------------------------------------------
 
 

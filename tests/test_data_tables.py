@@ -178,7 +178,7 @@ def test_a_memory_limit_does_not_change_images(
     images = [*IMAGES[:3], None, b"", *IMAGES[3:]]
     write_parquet(tmp_path / "train.parquet", images, [0] * 9, group=2)
     source = open_source(str(tmp_path))
-    assert isinstance(source, tables.Table)
+    assert isinstance(source, tables.ParquetSource)
     for index in np.random.default_rng(0).integers(0, 9, 60).tolist():
         if images[index]:
             assert source.read(index) == images[index]
@@ -190,11 +190,11 @@ def test_a_memory_limit_does_not_change_images(
 
 def test_images_larger_than_stated_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parquet stores equal images once in a dictionary: decoded they take more memory than the file says."""
-    monkeypatch.setattr(tables, "IN_MEMORY", 20 * len(IMAGES[0]))
+    monkeypatch.setattr(tables, "MEMORY_LIMIT", 20 * len(IMAGES[0]))
     write_parquet(tmp_path / "train.parquet", [IMAGES[0]] * 50, [0] * 50, group=25)
     source = open_source(str(tmp_path))
-    assert isinstance(source, tables.Table)
-    assert source.total_bytes < tables.IN_MEMORY
+    assert isinstance(source, tables.ParquetSource)
+    assert source.total_bytes < tables.MEMORY_LIMIT
     assert contents(source) == [IMAGES[0]] * 50
     assert len(source._images) == 1
 

@@ -20,7 +20,7 @@ from plainvit.config import Augment, Preprocess
 from plainvit.data.decode import decode
 from plainvit.data.mix import mix, soft_labels
 from plainvit.data.order import uniforms
-from plainvit.data.transforms import DRAWS, TRIES, augment_batch, crop_and_resize, crop_boxes, preprocess_image
+from plainvit.data.transforms import NUM_UNIFORMS, TRIES, augment_batch, crop_and_resize, crop_boxes, preprocess_image
 
 RARE = 1e-3  # of a p-value; every draw is seeded, so a test passes always or never
 FLIP, COLORS, HOLES = 4 * TRIES, slice(4 * TRIES + 1, 4 * TRIES + 4), slice(4 * TRIES + 4, 4 * TRIES + 9)
@@ -29,7 +29,7 @@ TENSORFLOW = Augment(crop="inception-tf")
 
 
 def draws(count: int, seed: int = 0) -> Tensor:
-    return uniforms(seed, torch.zeros(count, dtype=torch.long), torch.arange(count), DRAWS)
+    return uniforms(seed, torch.zeros(count, dtype=torch.long), torch.arange(count), NUM_UNIFORMS)
 
 
 def boxes_of(augment: Augment, size: tuple[int, int], count: int = 4000, out: int = 224, seed: int = 0) -> np.ndarray:
@@ -122,7 +122,7 @@ edge = st.sampled_from([0.0, 0.5, 1 - 2.0**-24])
 @settings(max_examples=200)
 @given(sides, sides, st.sampled_from(["inception", "inception-tf", "none"]), st.integers(0, 10**6), edge, st.booleans())
 def test_boxes_are_inside_the_image(height: int, width: int, crop: str, seed: int, value: float, extreme: bool) -> None:
-    u = torch.full((4, DRAWS), value) if extreme else draws(4, seed)
+    u = torch.full((4, NUM_UNIFORMS), value) if extreme else draws(4, seed)
     boxes = crop_boxes(u, torch.tensor([[height, width]] * 4), Augment(crop=crop), (32, 32))
     top, left, h, w = boxes.T
     assert (boxes == boxes.round()).all()
@@ -435,13 +435,6 @@ def test_mixing_does_not_depend_on_the_number_of_processes(augment: Augment, wor
         parts = [mix(x, y, augment, 7, step) for x, y in zip(images.chunk(world), targets.chunk(world), strict=True)]
         assert torch.equal(torch.cat([x for x, _ in parts]), whole[0])
         assert torch.equal(torch.cat([y for _, y in parts]), whole[1])
-
-
-@pytest.mark.parametrize(("augment", "count"), [(MIXUP, 1), (CUTMIX, 7)])
-def test_mixing_an_odd_batch_is_rejected(augment: Augment, count: int) -> None:
-    images, targets = pairs(count)
-    with pytest.raises(ValueError, match=f"got {count}"):
-        mix(images, targets, augment, 0, 0)
 
 
 # Labels ---------------------------------------------------------------------------------------------------------------

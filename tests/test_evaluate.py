@@ -21,7 +21,7 @@ from plainvit.analyse.evaluation import Evaluation, evaluate_model
 from plainvit.analyse.subject import gather
 from plainvit.cli import main
 from plainvit.config import About, Preprocess
-from plainvit.data.sources import Source, open_source
+from plainvit.data.sources import Subset, open_source
 from plainvit.data.splits import choose_split
 from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.metrics import Result
@@ -119,27 +119,16 @@ def test_several_processes_equal_one(processes: int, batch: int, tmp_path: Path,
     assert children[1].said == ""  # only the main process reports
 
 
-class Counted(Source):
-    """Black pixels; how often they are read is counted."""
-
-    def __init__(self, images: int) -> None:
-        self.labels, self.classes, self.reads = np.zeros(images, np.int32), ("black",), 0
-
-    def read(self, index: int) -> np.ndarray:  # noqa: ARG002
-        self.reads += 1
-        return np.zeros((1, 1, 3), np.uint8)
-
-    def name(self, index: int) -> str:
-        return str(index)
-
-
-def test_small_sets_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("images", "keep", "reads"), [(4, True, 4), (4, False, 8), (5, True, 10)])
+def test_small_sets_are_preprocessed_once(images: int, keep: bool, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plainvit.evaluate.classify.CACHE_BYTES", 3 * 8 * 8 * 4)
-    for images, keep, reads in ((4, True, 4), (4, False, 8), (5, True, 10)):
-        source = Counted(images)
-        evaluation_set = EvaluationSet(source, (8, 8), Preprocess(), keep=keep)
-        assert [len(batch.images) for _ in range(2) for batch in evaluation_set.batches()] == [images, images]
-        assert source.reads == reads
+    source = Subset(open_source("digits", "test"), np.arange(images))
+    read, seen = source.read, []
+    monkeypatch.setattr(source, "read", lambda index: seen.append(index) or read(index))
+    evaluation_set = EvaluationSet(source, (8, 8), Preprocess(), keep=keep)
+    for _ in range(2):
+        assert sum(len(batch.images) for batch in evaluation_set.batches()) == images
+    assert len(seen) == reads
 
 
 # Which images ---------------------------------------------------------------------------------------------------------
@@ -222,12 +211,6 @@ def test_invalid_arguments_and_data_are_one_line(
     plant_classes(Path("photos"), {"ant": 1})
     plant(Path(), {"file": b"", "run/config.json": b"{}"})
     assert part in fail(capsys, "evaluate", model, *words.split(), code=code)
-
-
-def test_models_without_a_head_or_a_file_are_one_line(tmp_path: Path, capsys: Capture) -> None:
-    headless = save_model(tmp_path / "headless.safetensors", classes=0)
-    assert "head" in fail(capsys, "evaluate", headless, "--data", "digits", code=2)
-    fail(capsys, "evaluate", tmp_path / "none.safetensors", "--data", "digits", code=2)
 
 
 @pytest.mark.parametrize(

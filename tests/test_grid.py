@@ -52,7 +52,7 @@ def test_the_linear_probe_warns_of_an_l2_at_the_edge(
 ) -> None:
     labels = torch.arange(120) % 3
     features = torch.eye(3, 8)[labels] + torch.randn(120, 8, generator=torch.Generator().manual_seed(0))
-    noisy = Features(features, labels, torch.arange(120), 0, "")
+    noisy = Features(features, labels, torch.arange(120), 0)
     settings = Probes(method=("linear",), linear_l2=grid)
     l2 = probe_sets.run_probes(probe_sets.Pair(noisy, noisy, 3), settings)["linear"]["l2"]
     assert any("--linear-l2" in line for line in caplog.messages) == (l2 > 0 if edge is None else edge)

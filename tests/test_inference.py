@@ -118,7 +118,7 @@ def test_probes_fail_on_non_finite_features(value: float) -> None:
     bad = good.clone()
     bad[7, 1] = value
     fits: list[Callable[[Tensor, Tensor], object]] = [
-        lambda a, b: probe.solve(a, labels, 2).predict(b),
+        lambda a, b: probe.least_squares(a, labels, 2).predict(b),
         lambda a, b: probe.neighbors(a, labels, 2, b, ks=(1,)),
         lambda a, b: probe.logistic(a, labels, 2, l2=0.1).predict(b),
     ]

@@ -1,16 +1,13 @@
 """The paper's tables: against each other, against their printed averages, against our own counts, and cells by hand."""
 
-import io
 import json
 import statistics
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from shell import Capture, fail, report, run
 
 from plainvit.data.vtab import TASKS
-from plainvit.evaluate import paper
 from plainvit.evaluate.paper import add_cards, table
 from plainvit.planning import cost
 from plainvit.recipes.paper import PRETRAINING
@@ -41,12 +38,6 @@ def value(number: int, row: str, column: str) -> float | None:
 )
 def test_cells_by_hand(number: int, row: str, column: str, expected: float | None) -> None:
     assert value(number, row, column) == expected
-
-
-def test_sizes() -> None:
-    sizes = {number: (len(one.rows), len(one.columns)) for number, one in paper.tables().items()}
-    assert sizes == {2: (5, 8), 5: (14, 6), 6: (18, 8), 7: (4, 6), 8: (4, 3), 9: (3, 20)}
-    assert all(len(cells) == len(one.columns) for one in paper.tables().values() for _, cells in one.rows)
 
 
 def test_printed_averages_are_those_of_the_rows() -> None:
@@ -155,12 +146,3 @@ def test_a_card_without_a_column_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "code"), [(["4"], 2), (["five"], 2), (["5", "nowhere"], 3)])
 def test_wrong_arguments_are_one_line(words: list[str], code: int, capsys: Capture) -> None:
     fail(capsys, "paper", *words, code=code)
-
-
-@pytest.mark.parametrize("number", paper.tables())
-def test_no_number_is_truncated_in_80_columns(number: int) -> None:
-    said = io.StringIO()
-    Console(width=80, file=said).print(paper.render(table(number)))
-    words = said.getvalue().split()
-    for _, cells in table(number).rows:
-        assert set(paper._format_row(table(number), cells)) <= set(words)

@@ -33,7 +33,7 @@ from plainvit.data.decode import decode
 from plainvit.data.sources import Source
 from plainvit.evaluate import inputs
 from plainvit.evaluate.cluster import Cluster, ModelActor, Work, _size_cluster
-from plainvit.evaluate.predict import NON_FINITE, OutputBatches, PredictionJob, predict_locally, rows, write
+from plainvit.evaluate.predict import NON_FINITE, OutputBatches, PredictionJob, predict_locally, predict_rows, write
 from plainvit.evaluate.predictor import Predictor
 
 CLASSES = ("ant", "bee", "=cow", "dog, or cat", "eel", "fox", "gnu")
@@ -77,7 +77,7 @@ def by_hand(predictor: Predictor, path: Path) -> list[tuple[str, float]]:
 
 
 def test_rows_equal_those_of_each_image_alone(predictor: Predictor, photos: Path) -> None:
-    found = list(rows(PredictionJob(predictor, 3), inputs.find([str(photos)])))
+    found = list(predict_rows(PredictionJob(predictor, 3), inputs.find([str(photos)])))
     assert [row["name"] for row in found] == [f"{photos}/{name}" for name in NAMES]
     for row in found:
         if row["name"].endswith("5.jpg"):
@@ -95,8 +95,8 @@ def test_rows_do_not_depend_on_the_number_of_workers(predictor: Predictor, tmp_p
     write_tar(tmp_path / "test-0.tar", ((f"{seed:02d}.png", png(seed)) for seed in range(40)))
     source, job = inputs.find([str(tmp_path)]), PredictionJob(predictor, 2)
     source.read(3)  # workers must not inherit this open file
-    alone = list(rows(job, source, engine=partial(predict_locally, workers=0)))
-    assert list(rows(job, source, engine=partial(predict_locally, workers=2))) == alone
+    alone = list(predict_rows(job, source, engine=partial(predict_locally, workers=0)))
+    assert list(predict_rows(job, source, engine=partial(predict_locally, workers=2))) == alone
     assert len({json.dumps(row["predictions"]) for row in alone}) == 40
 
 
@@ -141,7 +141,7 @@ def test_non_finite_results_are_errors(photos: Path, tmp_path: Path, capsys: Cap
     largest = predictor.features(predictor.stack(good)).abs().amax(1).double().numpy()
     for part in (model.norm.weight, model.norm.bias):
         part.data *= np.finfo(np.float32).max / np.median(largest)
-    found = list(rows(PredictionJob(predictor), inputs.find([str(photos)])))
+    found = list(predict_rows(PredictionJob(predictor), inputs.find([str(photos)])))
     errors = [row["error"] for row in found if not row["name"].endswith("5.jpg")]
     assert errors == [NON_FINITE if one else None for one in largest > np.median(largest)]
     assert all((row["features"] is None) == (row["error"] is not None) for row in found)
@@ -162,7 +162,7 @@ FORMULAS = ["=1+1.png", "+1.png", "-1.png", "@SUM(1).png", "\t=1.png", "\r=1.png
 def test_formulas_are_escaped_in_csv_only(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(plant(tmp_path, {**{name: png(8) for name in FORMULAS}, "=in/x.png": png(9)}))
     plant(Path("+x"), {"-.png": png()})
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\0".join([*FORMULAS, "@none"]).encode() + b"\0")))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join([*FORMULAS, "@none"]).encode())))
     assert inputs.find(["=1+1.png"]).name(0) == "=1+1.png"
     given = [str(weights), "-", "=in", "+x", "--top", "7", "--out"]
     for kind in ("csv", "jsonl"):
@@ -179,21 +179,6 @@ def test_formulas_are_escaped_in_csv_only(weights: Path, tmp_path: Path, monkeyp
 def test_numbers_in_csv_are_not_escaped(tmp_path: Path) -> None:
     write_csv(tmp_path / "x.csv", [["=1+1", "-1.5e-07", "-3", -2, -0.5, "-1+1", "a=b", "\uff1d1"]])
     assert (tmp_path / "x.csv").read_text() == "'=1+1,-1.5e-07,-3,-2,-0.5,'-1+1,a=b,'\uff1d1\n"
-
-
-def test_json_rows_are_printed_as_they_come(weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flushed after each row, also into a pipe."""
-    flushed: list[int] = []
-
-    class Stream(io.StringIO):
-        def flush(self) -> None:
-            flushed.append(self.getvalue().count("\n"))
-
-    monkeypatch.setattr(sys, "stdout", Stream())
-    main(["predict", str(weights), str(photos), "--json"])
-    lines = [json.loads(line) for line in sys.stdout.getvalue().splitlines()]  # pyright: ignore[reportAttributeAccessIssue]
-    assert [len(line["predictions"]) for line in lines] == [5, 5, 5, 5, 0, 5, 5]
-    assert [*dict.fromkeys(flushed)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +329,7 @@ def test_parts_of_another_job_need_force(predictor: Predictor, weights: Path, ph
     other_batch = Predictor(weights, device="cpu", batch=2)
     for job, changed in (
         (PredictionJob(predictor, 3), "top"),
-        (PredictionJob(other_weights, 2), "model"),
+        (PredictionJob(other_weights, 2), "weights"),
         (PredictionJob(other_mean, 2), "config"),
         (PredictionJob(other_batch, 2), "batch"),
     ):
@@ -357,31 +342,6 @@ def test_parts_of_another_job_need_force(predictor: Predictor, weights: Path, ph
     summary, _ = write(PredictionJob(predictor, 2), more, out, part=4, force=True)
     assert (summary.images, summary.resumed) == (8, 0)
     assert list_files(tmp_path) == ["photos", "r.csv"]
-
-
-def test_an_existing_file_is_replaced_only_with_force(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
-    out, source, job = tmp_path / "r.jsonl", inputs.find([str(photos)]), PredictionJob(predictor, 1)
-    out.write_text("another's")
-    with pytest.raises(ValueError, match="--force"):
-        write(job, source, out, engine=stop_after_one_part)
-    with pytest.raises(Stop):
-        write(job, source, out, engine=stop_after_one_part, part=4, force=True)
-    assert out.read_text() == "another's"
-    summary, _ = write(job, source, out, part=4, force=True)  # the same command resumes
-    assert summary.resumed == 4
-    assert len(out.read_text().splitlines()) == 7
-
-
-def test_a_file_written_meanwhile_is_not_replaced(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
-    out, source = tmp_path / "r.jsonl", inputs.find([str(photos)])
-
-    def interfere(*arguments: Any) -> OutputBatches:
-        yield from predict_locally(*arguments)
-        out.write_text("another's")
-
-    with pytest.raises(ValueError, match="--force"):
-        write(PredictionJob(predictor, 1), source, out, engine=interfere)
-    assert out.read_text() == "another's"
 
 
 # Ray ------------------------------------------------------------------------------------------------------------------

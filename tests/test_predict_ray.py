@@ -120,7 +120,7 @@ def test_a_local_cluster_needs_a_token_and_listens_on_loopback() -> None:
 DECODE = """
 import shutil, sys, ray
 from plainvit.evaluate import cluster, inputs
-from plainvit.evaluate.predict import PredictionJob, rows
+from plainvit.evaluate.predict import PredictionJob, predict_rows
 from plainvit.evaluate.predictor import Predictor
 pack = cluster.Work.pack
 cluster.Work.pack = lambda job, source, device, workers: pack(job, source, "cpu", workers)
@@ -129,14 +129,14 @@ job = PredictionJob(Predictor(sys.argv[1], device="cpu", batch=16), 2)
 with cluster.connect_cluster(None) as connected:
     assert connected.device == "cuda"
     source = inputs.find([sys.argv[2]])
-    assert list(rows(job, source, engine=connected)) == list(rows(job, source))
+    assert list(predict_rows(job, source, engine=connected)) == list(predict_rows(job, source))
     def vanish(job, source, device, workers):
         packed = pack(job, source, "cpu", workers)
         shutil.move(sys.argv[2], sys.argv[2] + ".gone")
         return packed
     cluster.Work.pack = vanish
     try:
-        list(rows(job, source, engine=connected))
+        list(predict_rows(job, source, engine=connected))
     except ValueError as error:
         print(type(error).__name__, error)
 """

@@ -33,7 +33,7 @@ from plainvit.config import (
 )
 from plainvit.data.splits import open_splits
 from plainvit.data.summary import summarize
-from plainvit.data.transforms import DRAWS, crop_boxes
+from plainvit.data.transforms import NUM_UNIFORMS, crop_boxes
 from plainvit.names import configure
 from plainvit.planning.cost import training_exaflops
 from plainvit.recipes import about, choose_recipe, list_recipes, masked, recipe, starters
@@ -485,7 +485,8 @@ def test_image_size_scales_the_crops_and_changes_nothing_else(name: str) -> None
     """At two and three times the size a crop has the same place in the image."""
     config = recipe(name)
     own = config.model.image_size[0] if config.model else config.image_size or 224
-    u, sizes = torch.rand(500, DRAWS, generator=torch.Generator().manual_seed(0)), torch.tensor([[600, 400]] * 500)
+    u = torch.rand(500, NUM_UNIFORMS, generator=torch.Generator().manual_seed(0))
+    sizes = torch.tensor([[600, 400]] * 500)
     expected = crop_boxes(u, sizes, config.augment, (own, own))
     for size in (2 * own, 3 * own):
         changed = configure_run("train", name, Settings(image_size=size))

@@ -23,13 +23,12 @@ from plainvit.data.loader import Batch
 from plainvit.data.splits import choose_split
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
-from plainvit.evaluate.class_names import warn_permuted
 from plainvit.evaluate.classify import EvaluationSet, classify
-from plainvit.evaluate.compare import TITLES, published, to_unit
+from plainvit.evaluate.compare import TITLES, to_unit
 from plainvit.evaluate.labels import Labels, align
 from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
-from plainvit.evaluate.statistics import FEW, describe_accuracy
+from plainvit.evaluate.statistics import FEW_CLASSES, describe_accuracy
 from plainvit.runtime.display import Display
 from plainvit.runtime.distributed import World
 from plainvit.runtime.distributed import join as join_processes
@@ -86,8 +85,6 @@ def evaluate_model(
             open_model_and_data, lambda both: both[1].fingerprint() + str(both[0].preprocess)
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
-        if world.is_main and labels.right.shape[1] == 1:
-            warn_permuted(labels.right[result.index, 0], result.predictions[:, 0], labels.class_names)
         done = _write_folder(world, predictor, labels, result, out) if world.is_main else None
         world.barrier()  # processes leave together
         return done
@@ -100,7 +97,7 @@ def _classify(
 ) -> Result:
     """The main process shows progress; its part is as large as any."""
     source = labels.source
-    options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world, "keep": False}
+    options: dict[str, Any] = {"batch": batch, "workers": workers, "world": world}
     evaluation_set = EvaluationSet(source, predictor.size, predictor.preprocess, **options)
     local_images = len(range(world.rank, len(source), world.size))
     with Display("evaluate", local_images, quiet=quiet or not world.is_main) as display:
@@ -173,7 +170,7 @@ def summary_table(done: Evaluation) -> Group:
     for title in ("value", "95 % interval"):
         table.add_column(title, justify="right", no_wrap=True)
     for name in TITLES:
-        if name in card.metrics and (name != "top5" or done.result.classes > FEW):
+        if name in card.metrics and (name != "top5" or done.result.classes > FEW_CLASSES):
             ends, value = card.intervals.get(name), card.metrics[name]
             between = " to ".join(to_unit(name, end) for end in ends) if ends and np.isfinite(ends).all() else ""
             table.add_row(TITLES[name], to_unit(name, value), between)
@@ -183,7 +180,6 @@ def summary_table(done: Evaluation) -> Group:
     counts += [f"{data['left_out']:,} excluded"] if data["left_out"] else []
     title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; correct is {data['rule']}"
     lines = [Text(title, style="bold"), table]
-    lines += [Text(f"{100 * row['top1']:.2f} % in {row['source']}", style="dim") for row in published(card)]
     result = done.result
     notes = [result.confidence_sentence, f"report: {done.folder / 'report.html'}"]
     notes += describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)

@@ -14,10 +14,9 @@ from plainvit.analyse.headline import make_facts, make_headline
 from plainvit.analyse.page import Html, Section
 from plainvit.disk import write_text
 from plainvit.evaluate.card import Card
-from plainvit.evaluate.compare import published
 from plainvit.evaluate.labels import Labels
 from plainvit.evaluate.metrics import MOST_CONFUSED, Result
-from plainvit.evaluate.statistics import FEW
+from plainvit.evaluate.statistics import FEW_CLASSES
 
 
 def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequence[Sample], folder: Path) -> None:
@@ -55,7 +54,7 @@ def slug(text: str) -> str:
 def _summarize(card: Card, result: Result) -> Html:
     data = card.data
     scores: dict[str, Any] = {
-        **{name: value for name, value in card.metrics.items() if name != "top5" or result.classes > FEW},
+        **{name: value for name, value in card.metrics.items() if name != "top5" or result.classes > FEW_CLASSES},
         "images": card.images,
         "interval": card.intervals["top1"],
         "probability": float(result.probabilities.mean()),
@@ -64,11 +63,11 @@ def _summarize(card: Card, result: Result) -> Html:
     lead = f"{card.name} on {page.pluralize(card.images, name_images(card).removesuffix('s'))} of {data['spec']}, "
     lead += f"{page.pluralize(data['classes'], 'class', 'classes')}. A prediction is correct if it is {data['rule']}."
     facts = [page.element("dl", *row, class_="facts") for row in ([make_headline(scores)], make_facts(scores))]
-    notices = [page.notice(f"{page.percent(row['top1'], 10_000)} in {row['source']}.") for row in published(card)]
-    if data["left_out"]:
-        notices.insert(0, page.notice(f"{page.pluralize(data['left_out'], 'image')} excluded by the rule."))
+    notices: list[Html] = []
     if card.unreadable:
-        notices.insert(0, page.notice(page.describe_unreadable(card.unreadable, "image"), warning=True))
+        notices.append(page.notice(page.describe_unreadable(card.unreadable, "image"), warning=True))
+    if data["left_out"]:
+        notices.append(page.notice(f"{page.pluralize(data['left_out'], 'image')} excluded by the rule."))
     return page.join([page.element("p", lead, class_="lead"), *facts, *notices])
 
 

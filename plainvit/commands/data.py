@@ -11,7 +11,7 @@ def info(data: Data, /, *, data_root: DataRoot = None, json: Json = False) -> No
     """Show the images, classes, sizes and fingerprint of each split."""
     from plainvit.data import check as checks
 
-    report = checks.info(data, checks.splits(data, data_root))
+    report = checks.info(data, checks.open_all_splits(data, data_root))
     print_result(report, None if json else checks.info_table(report))
 
 

@@ -62,7 +62,7 @@ def predict(
 
     if top is not None and top < 1:
         raise ValueError(f"--top must be at least 1, got {top}")
-    for path, kinds in ((out, outputs.ROWS), (sheet, (".png",))):
+    for path, kinds in ((out, outputs.ROW_FORMATS), (sheet, (".png",))):
         if path:
             outputs.check_out(path, kinds)
     stdout = sys.stdout
@@ -116,7 +116,7 @@ def embed(
     from plainvit.evaluate import outputs
     from plainvit.evaluate.predict import write
 
-    outputs.check_out(out, outputs.FEATURES)
+    outputs.check_out(out, outputs.FEATURE_FORMATS)
     with _open_job(model, inputs, 0, flags) as (job, source, engine):
         summary, _ = write(job, source, out, engine=engine, force=force, quiet=json)
     _print_summary(summary, json, ())
@@ -153,7 +153,7 @@ def _predict_rows(
     job: "PredictionJob", source: "Source", engine: "Engine", stdout: TextIO | None, *, keep: bool
 ) -> "tuple[Summary, list[dict[str, Any]]]":
     """Counts, and with `keep` the rows; with `stdout` each row is printed as JSON as soon as it is predicted."""
-    from plainvit.evaluate.predict import Summary, rows
+    from plainvit.evaluate.predict import Summary, predict_rows
 
     if len(source) > MAX_PRINTED and not stdout:
         raise ValueError(
@@ -161,7 +161,7 @@ def _predict_rows(
             "a table; --json prints any number"
         )
     kept, unreadable, first_error = [], 0, ""
-    for row in rows(job, source, engine=engine):
+    for row in predict_rows(job, source, engine=engine):
         if row["error"] is not None:
             unreadable, first_error = unreadable + 1, first_error or f"{row['name']}: {row['error']}"
         if keep:

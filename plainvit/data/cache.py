@@ -16,14 +16,14 @@ import numpy as np
 
 from plainvit.config import Augment
 from plainvit.data.cores_and_memory import memory_budget
-from plainvit.data.decode import ImageError, decode, size
+from plainvit.data.decode import ImageError, decode, get_image_size
 from plainvit.data.sources import Source, Subset
 from plainvit.data.transforms import resize_image
 
 LEAST_AREA = 0.25  # smaller crops of a shrunk image may be enlarged: by 2.2 for 5 % of the area
 
 
-class Decoded(Subset):
+class CachedSource(Subset):
     """A source's images as pixels, each decoded at its first use. Create it before workers are forked."""
 
     def __init__(self, source: Source, least: tuple[float, float], slot: int = 0) -> None:
@@ -46,21 +46,21 @@ class Decoded(Subset):
         if all((height, width, *extent)):
             return self._pixels[start : start + 3 * height * width].reshape(height, width, 3), (extent[0], extent[1])
         data = self.source.read(index)
-        pixels, extent = shrink(data, self.least), size(data)
+        pixels, extent = shrink(data, self.least), get_image_size(data)
         if pixels.nbytes <= self.slot:
             self._pixels[start : start + pixels.nbytes] = pixels.reshape(-1)
             self._sizes[index] = *pixels.shape[:2], *extent  # two workers may store an image twice: the bytes are equal
         return pixels, extent
 
 
-def open_cache(source: Source, augment: Augment, out: tuple[int, int], required: bool = False) -> Decoded | None:
+def open_cache(source: Source, augment: Augment, out: tuple[int, int], required: bool = False) -> CachedSource | None:
     """The images of a source in memory if they fit, else None; if `required`, the same pixels decoded each time."""
     least = _find_least_size(augment, out)
     stored = _measure(source, least)
     available = memory_budget() / len(source)
     if stored is None or stored > available:
-        return Decoded(source, least) if required else None
-    return Decoded(source, least, min(math.ceil(4 * stored), int(available)))  # photos differ in shape and size
+        return CachedSource(source, least) if required else None
+    return CachedSource(source, least, min(math.ceil(4 * stored), int(available)))  # photos differ in shape and size
 
 
 def _find_least_size(augment: Augment, out: tuple[int, int]) -> tuple[float, float]:
@@ -81,7 +81,7 @@ def _measure(source: Source, least: tuple[float, float]) -> float | None:
             data = source.read(index)
             if isinstance(data, np.ndarray):
                 return None
-            stored.append(3 * math.prod(_find_stored_size(size(data), least)))
+            stored.append(3 * math.prod(_find_stored_size(get_image_size(data), least)))
         except (ImageError, OSError):
             continue
     return float(np.mean(stored)) if stored else None
@@ -95,7 +95,7 @@ def _find_stored_size(extent: tuple[int, int], least: tuple[float, float]) -> tu
 
 def shrink(data: bytes | np.ndarray, least: tuple[float, float]) -> np.ndarray:
     """Decode to the size in which an image is stored."""
-    extent = size(data)
+    extent = get_image_size(data)
     target = _find_stored_size(extent, least)
     if target == extent:
         return decode(data)

@@ -27,7 +27,7 @@ from plainvit.errors import first_line
 NAMES_SHOWN = 6  # classes named by `data info`
 
 
-def splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
+def open_all_splits(spec: str, data_root: Path | None = None) -> dict[str, Source]:
     """Open every split of the data. A damaged split is an error; an absent one is left out."""
     sources: dict[str, Source] = {}
     missing: MissingSplitError | None = None
@@ -58,19 +58,25 @@ def info(spec: str, sources: dict[str, Source]) -> dict[str, Any]:
     report: dict[str, Any] = {"spec": spec, "classes": len(classes), "ordered_as_numbers": by_number, "splits": {}}
     report["class_names"] = list(readable_names(classes[:NAMES_SHOWN]))
     for split, source in sources.items():
-        sample = source.sample(500)
-        extents = np.array([extent for index in sample if (extent := _read_size(source, index))])
-        counts = count_images(source)
-        report["splits"][split] = {
-            "images": len(source),
-            "fingerprint": source.fingerprint(),
-            "per_class": {"least": int(min(counts, default=0)), "most": int(max(counts, default=0))},
-            "height": _summarize(extents[:, 0]) if len(extents) else None,
-            "width": _summarize(extents[:, 1]) if len(extents) else None,
-            "sizes_from": len(extents),
-            "unreadable": len(sample) - len(extents),
-        }
+        report["splits"][split] = _describe_split(source)
     return report
+
+
+def _describe_split(source: Source) -> dict[str, Any]:
+    """Counts and sizes; sizes are those of up to 500 images."""
+    sample = source.sample(500)
+    sizes = [_read_size(source, index) for index in sample]
+    readable = np.array([size for size in sizes if size is not None])
+    counts = count_images(source)
+    return {
+        "images": len(source),
+        "fingerprint": source.fingerprint(),
+        "per_class": {"least": int(min(counts, default=0)), "most": int(max(counts, default=0))},
+        "height": _summarize(readable[:, 0]) if len(readable) else None,
+        "width": _summarize(readable[:, 1]) if len(readable) else None,
+        "sizes_from": len(readable),
+        "unreadable": len(sample) - len(readable),
+    }
 
 
 def count_images(source: Source) -> np.ndarray:
@@ -94,9 +100,9 @@ def info_table(report: dict[str, Any]) -> Group:
     for title in ("split", "images", "per class", "height", "width", "fingerprint"):
         shown.add_column(title, justify="left" if title == "split" else "right")
     for split, part in report["splits"].items():
-        spread = [f"{s['least']}-{s['most']} ({s['median']})" if s else "?" for s in (part["height"], part["width"])]
-        least, most = part["per_class"]["least"], part["per_class"]["most"]
-        shown.add_row(split, f"{part['images']:,}", f"{least:,}-{most:,}", *spread, part["fingerprint"])
+        images, least, most = part["images"], part["per_class"]["least"], part["per_class"]["most"]
+        height, width = _format_range(part["height"]), _format_range(part["width"])
+        shown.add_row(split, f"{images:,}", f"{least:,}-{most:,}", height, width, part["fingerprint"])
     order = ", in numeric order" if report["ordered_as_numbers"] else ""
     names = ", ".join(map(_escape, report["class_names"])) + (", ..." if report["classes"] > NAMES_SHOWN else "")
     title = Text.assemble((_escape(report["spec"]), "bold"), f": {report['classes']:,} classes{order} ({names})\n")
@@ -108,6 +114,10 @@ def info_table(report: dict[str, Any]) -> Group:
     return Group(*lines, "\nheight and width: min-max (median) of up to 500 images per split")
 
 
+def _format_range(values: dict[str, int] | None) -> str:
+    return f"{values['least']}-{values['most']} ({values['median']})" if values else "?"
+
+
 def _escape(name: str) -> str:
     """Escape a name for one line of a terminal; put it into a Text so that brackets are not read as markup."""
     return repr(name)[1:-1]
@@ -117,7 +127,7 @@ def check(spec: str, data_root: Path | None = None) -> list[dict[str, Any]]:
     """Every problem of the data as one finding: {split, name, problem, detail}."""
     findings: list[dict[str, Any]] = []
     seen: dict[bytes, tuple[str, str, str]] = {}  # content hash -> (split, name, class) of the first image with it
-    for split, source in splits(spec, data_root).items():
+    for split, source in open_all_splits(spec, data_root).items():
         empty = [source.classes[label] for label in np.flatnonzero(count_images(source) == 0)]
         findings += [_make_finding(split, name, "empty class", "it has no images") for name in empty]
         results = map_images(partial(_inspect, source), source, f"{split}: reading {len(source):,} images")

@@ -103,12 +103,12 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def read_names(columns: Sequence[pa.ChunkedArray], where: Path) -> tuple[str, ...]:
+def read_names(columns: Sequence[pa.ChunkedArray]) -> tuple[str, ...]:
     """The distinct strings of the label columns, in label order."""
-    names = {name for column in columns for name in column.unique().to_pylist() if name is not None}
-    if len(names) > MOST_CLASSES:
-        raise DataError(f"{where} has {len(names):,} different labels, over the limit of {MOST_CLASSES:,}")
-    return tuple(order_classes(names))
+    names: set[str] = set()
+    for column in columns:
+        names.update(column.unique().to_pylist())
+    return tuple(order_classes(names - {None}))
 
 
 def convert_labels(column: pa.ChunkedArray, names: tuple[str, ...], where: Path) -> np.ndarray:

@@ -21,7 +21,7 @@ from plainvit.data.cores_and_memory import count_cores
 from plainvit.data.decode import ImageError
 from plainvit.data.sources import Source
 
-CONTENT = 256  # images hashed for a card
+CARD_SAMPLE = 256  # images hashed for a card
 CHUNK = 32  # images that a thread works on at a time
 LOG_INTERVAL = 10.0  # seconds between progress lines
 T = TypeVar("T")

@@ -4,6 +4,7 @@ libjpeg-turbo decodes JPEGs at the smallest sufficient scale; Pillow decodes eve
 decoder rejects. Sizes are checked before memory is allocated; only listed formats are opened; only the first frame.
 """
 
+import contextlib
 import io
 import warnings
 
@@ -44,15 +45,15 @@ def decode(data: bytes | np.ndarray, target: tuple[int, int] | None = None) -> n
         return to_pixels(image)
 
 
-def size(data: bytes | np.ndarray) -> tuple[int, int]:
+def get_image_size(data: bytes | np.ndarray) -> tuple[int, int]:
     """(height, width) of the upright image, from its header alone."""
     if isinstance(data, np.ndarray):
         return int(data.shape[0]), int(data.shape[1])
     if data[:2] == b"\xff\xd8" and _orientation(data) == 1:
-        try:
-            return _read_jpeg_header(data, strict=False)[:2]
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):  # Pillow reads some headers that libjpeg-turbo rejects
+            height, width, _ = _read_jpeg_header(data, strict=False)
+            _check_size(height, width)
+            return height, width
     with _open_image(data) as image:
         is_rotated = _exif_orientation(image) in (5, 6, 7, 8)
         return (image.width, image.height) if is_rotated else (image.height, image.width)
@@ -156,8 +157,6 @@ def _open_image(data: bytes) -> Image.Image:
 
 
 def _check_size(height: int, width: int) -> None:
-    if height < 1 or width < 1:
-        raise ImageError(f"the image has no pixels ({width} x {height})")
     if height * width > PIXEL_LIMIT:
         raise ImageError(f"{width} x {height} is over the limit of {PIXEL_LIMIT:,} pixels")
 
@@ -166,7 +165,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert to 8-bit RGB: 16 bits are scaled, transparency is composed on white."""
     if image.mode.startswith("I") or image.mode == "F":
         values = np.nan_to_num(np.asarray(image).astype(np.float64))
-        maximum = 65535 if image.mode.startswith("I") else 1 if values.max(initial=0) <= 1 else 255
+        if image.mode.startswith("I"):
+            maximum = 65535
+        elif values.max(initial=0) <= 1:  # floats are in [0, 1] or [0, 255]
+            maximum = 1
+        else:
+            maximum = 255
         image = Image.fromarray((values.clip(0, maximum) * (255 / maximum)).round().astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")

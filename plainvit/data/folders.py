@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from plainvit.data.decode import DataError
-from plainvit.data.sources import SPLITS, Files, MissingSplitError, Source, find_images, is_folder
+from plainvit.data.sources import SPLITS, FileSource, MissingSplitError, Source, find_images, is_folder
 
 
 def open_folder(folder: Path, split: str) -> Source:
@@ -37,8 +37,14 @@ def open_folder(folder: Path, split: str) -> Source:
 
 def _find_split_folders(folder: Path) -> dict[str, Path]:
     """The folder of each split. Without train/, only folders with classes inside count: a class may be named dev."""
-    folders = {name: next((folder / a for a in names if (folder / a).is_dir()), None) for name, names in SPLITS.items()}
-    return {name: path for name, path in folders.items() if path and (folders["train"] or class_names(path))}
+    folders: dict[str, Path] = {}
+    for split, synonyms in SPLITS.items():
+        existing = [folder / name for name in synonyms if (folder / name).is_dir()]
+        if existing:
+            folders[split] = existing[0]
+    if "train" in folders:
+        return folders
+    return {split: path for split, path in folders.items() if class_names(path)}
 
 
 def class_names(folder: Path) -> list[str]:
@@ -69,4 +75,4 @@ def _open_class_folders(folder: Path, classes: Sequence[str]) -> Source:
         if is_inside:
             by_class[top].append(path)
     labels = np.repeat(np.arange(len(classes)), [len(names) for names in by_class.values()])
-    return Files(folder, chain.from_iterable(by_class.values()), labels, classes)
+    return FileSource(folder, chain.from_iterable(by_class.values()), labels, classes)

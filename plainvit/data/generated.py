@@ -20,7 +20,7 @@ STREAMS = {"train": 0, "val": 1, "test": 2}
 MOST_HELD_OUT = 10_000  # largest number of val or test images of `shapes`
 
 
-class Pixels(Source):
+class ArraySource(Source):
     """Images held in memory."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], numbers: np.ndarray) -> None:
@@ -33,7 +33,7 @@ class Pixels(Source):
         return f"{self.spec or 'image'}-{self._numbers[index]}"
 
 
-def digits(split: str, only: str = "") -> Pixels:
+def digits(split: str, only: str = "") -> ArraySource:
     """Every fifth image is for testing, the others for training. `only` lists the digits to keep, such as 01234."""
     if not set(only) <= set("0123456789") or len(set(only)) != len(only):
         raise ValueError(f"digits has the classes 0 to 9, each named once: digits:01234; got {only!r}")
@@ -49,7 +49,7 @@ def digits(split: str, only: str = "") -> Pixels:
     new_labels[kept] = np.arange(len(kept))
     pixels = (gray[chosen].astype(np.float64) * (255 / 16)).round().astype(np.uint8)
     rgb = np.repeat(pixels[..., None], 3, axis=-1)  # [N, 8, 8, 3]
-    return Pixels(rgb, new_labels[labels[chosen]], tuple(only or "0123456789"), numbers[chosen])
+    return ArraySource(rgb, new_labels[labels[chosen]], tuple(only or "0123456789"), numbers[chosen])
 
 
 # Signed distances to each shape's edge at unit size; below 0 is inside

@@ -24,9 +24,8 @@ class Known:
 
 SETS: dict[str, Known] = {
     "imagenet": Known(1000, ("train", "val"), 1_281_167),  # ILSVRC-2012; test is the validation set, as in the paper
-    "imagenet-real": Known(
-        1000, ("val",), folder="imagenet"
-    ),  # ImageNet's validation images with the label lists of ReaL
+    # ImageNet's validation images with the label lists of ReaL
+    "imagenet-real": Known(1000, ("val",), folder="imagenet"),
     "imagenet-v2": Known(1000, ("test",)),  # a new test set for ImageNet (arXiv 1902.10811), folders 0 to 999
     "imagenet-a": Known(200, ("test",)),  # natural adversarial examples (arXiv 1907.07174)
     "imagenet-r": Known(200, ("test",)),  # renditions of ImageNet's classes (arXiv 2006.16241)
@@ -45,8 +44,7 @@ for _name, _task in vtab.TASKS.items():
 
 def open_known(name: str, split: str, data_root: Path | None) -> Source:
     """Open one split of a known dataset and check its number of classes."""
-    known = SETS[name]
-    layout = describe_layout(name)
+    known, layout = SETS[name], describe_layout(name)
     if data_root is None:
         raise DataError(f"{name} needs a data root: give --data-root DIR with the images in DIR/{layout}")
     group, _, task = name.partition("/")
@@ -67,11 +65,15 @@ def open_known(name: str, split: str, data_root: Path | None) -> Source:
 
 def describe_layout(name: str) -> str:
     """The class folders of a set below the data root; parquet or tar files may take their place."""
-    known, splits = SETS[name], ",".join(SETS[name].splits)
+    known = SETS[name]
+    folder = known.folder or name
     if name.startswith(("vtab/", "vtab1000/")):
-        return known.folder
-    within = "" if splits == "test" else f"{{{splits}}}/" if "," in splits else f"{splits}/"
-    return f"{known.folder or name}/{within}CLASS"
+        return folder
+    if known.splits == ("test",):
+        return f"{folder}/CLASS"
+    if len(known.splits) == 1:
+        return f"{folder}/{known.splits[0]}/CLASS"
+    return f"{folder}/{{{','.join(known.splits)}}}/CLASS"
 
 
 def find_known(spec: str) -> Known | None:

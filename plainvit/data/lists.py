@@ -5,20 +5,21 @@ labels.csv      a header and lines of file,label[,split]
 
 import csv
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from plainvit.config import nearest
 from plainvit.data.decode import DataError
 from plainvit.data.folders import order_classes
-from plainvit.data.sources import SPLITS, Files, MissingSplitError, Source, is_inside
+from plainvit.data.sources import SPLITS, FileSource, MissingSplitError, Source, is_inside
 
 COLUMNS = {
     "file": ("file", "file_name", "path", "filename", "image"),
     "label": ("label", "class"),
     "split": ("split",),
 }
-SPLIT_NAMES = ("", *(name for names in SPLITS.values() for name in names))
+SPLIT_NAMES = ("", *chain.from_iterable(SPLITS.values()))
 LIST = "labels.csv"
 LIST_LIMIT = 2**30  # bytes
 
@@ -37,7 +38,7 @@ def open_list(path: Path, split: str) -> Source:
     chosen = [row for row in rows if (row.split or "train") in SPLITS[split]]
     if not chosen:
         raise MissingSplitError(f"{path} lists no images for the {split} split")
-    return Files(path.parent, [row.file for row in chosen], [number[row.label] for row in chosen], classes)
+    return FileSource(path.parent, [row.file for row in chosen], [number[row.label] for row in chosen], classes)
 
 
 def _read_rows(path: Path) -> list[_Row]:
@@ -48,15 +49,23 @@ def _read_rows(path: Path) -> list[_Row]:
         reader = csv.DictReader(file)
         try:
             for cells in reader:
-                row = _Row(*(next(filter(None, map(cells.get, names)), "") for names in COLUMNS.values()))
-                extra = any(cells.get(None) or ())  # pyright: ignore[reportArgumentType, reportCallIssue]
-                problem = _find_problem(row, reader.fieldnames or (), extra)
+                row = _Row(*(_read_cell(cells, synonyms) for synonyms in COLUMNS.values()))
+                extra_cells = cells.get(None) or ()  # pyright: ignore[reportArgumentType, reportCallIssue]
+                problem = _find_problem(row, reader.fieldnames or (), any(extra_cells))
                 if problem:
                     raise DataError(f"{path} line {reader.line_num}: {problem}")
                 rows.append(row)
         except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{path} is not a well-formed list after line {reader.line_num}: {error}") from error
     return rows
+
+
+def _read_cell(cells: dict[str, str], synonyms: Sequence[str]) -> str:
+    """The first cell that is not empty among columns with these names."""
+    for name in synonyms:
+        if cells.get(name):
+            return cells[name]
+    return ""
 
 
 def _find_problem(row: _Row, header: Sequence[str], has_extra_cells: bool) -> str:

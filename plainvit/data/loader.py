@@ -27,8 +27,15 @@ from plainvit.data.decode import DataError
 from plainvit.data.order import Order, uniforms
 from plainvit.data.resident import Resident, find_resident_sizes, prefetch, steps_at_once
 from plainvit.data.sources import Source
-from plainvit.data.transforms import DRAWS, augment_batch, to_device
-from plainvit.data.workers import Evaluate, Train, check_bad_count, default_workers, inference_workers, run_workers
+from plainvit.data.transforms import NUM_UNIFORMS, augment_batch, to_device
+from plainvit.data.workers import (
+    EvaluationBatches,
+    TrainingBatches,
+    check_bad_count,
+    default_workers,
+    inference_workers,
+    run_workers,
+)
 
 log = logging.getLogger("plainvit")
 
@@ -41,6 +48,11 @@ class Batch:
     labels: Tensor
     index: np.ndarray
     bad: list[tuple[int, str]] = field(default_factory=list)  # (index, reason) of images that could not be decoded
+
+    @property
+    def readable(self) -> Tensor:
+        """[B], whether each image could be decoded."""
+        return torch.from_numpy(~np.isin(self.index, [index for index, _ in self.bad]))
 
 
 class Loader:
@@ -75,22 +87,30 @@ class Loader:
             from plainvit.data.randaugment import RandAugment  # imports torchvision, which takes a second
 
             self.randaugment = RandAugment(augment, size, self.device)
-        self._draws = DRAWS + (self.randaugment.draws if self.randaugment else 0)
+        self._draws = NUM_UNIFORMS + (self.randaugment.draws if self.randaugment else 0)
         # Color and erasing follow RandAugment, if there is one; flips come before it
         self._augment_before = augment.replace(color=0.0, erase=0.0) if self.randaugment else augment
         self._augment_after = augment.replace(flip=0.0)
-        extents = None
+        self.resident = self.cache = None
         if mode in ("auto", "resident"):
-            extents = find_resident_sizes(source, self.device, mode == "resident", force)
-        self.resident = None if extents is None else Resident(source, self.device, self.bad, extents)
-        can_cache = not self.resident and mode in ("auto", "cached")
-        self.cache = open_cache(source, augment, size, required=mode == "cached") if can_cache else None
+            self.resident = self._open_resident(required=mode == "resident", force=force)
+        if mode in ("auto", "cached") and not self.resident:
+            self.cache = open_cache(source, augment, size, required=mode == "cached")
+
+    def _open_resident(self, *, required: bool, force: bool) -> Resident | None:
+        sizes = find_resident_sizes(self.source, self.device, required, force)
+        if sizes is None:
+            return None
+        resident = Resident(self.source, self.device, self.bad, sizes)
         for index, reason in self.bad.items():
-            log.warning("%s: %s", source.name(index), reason)
+            log.warning("%s: %s", self.source.name(index), reason)
+        return resident
 
     @property
     def mode(self) -> Literal["streamed", "cached", "resident"]:
-        return "resident" if self.resident else "streamed" if self.cache is None else "cached"
+        if self.resident:
+            return "resident"
+        return "streamed" if self.cache is None else "cached"
 
     def stream(self) -> None:
         """Decode images for each batch: where the processes of a run have memory for different modes."""
@@ -111,21 +131,22 @@ class Loader:
 
     def _streamed_batches(self, start: int, stop: int | None) -> Generator[Batch]:
         self.source.load()
-        items = run_workers(Train(self), start, stop, self.workers, pin=self.device.type == "cuda")
+        items = run_workers(TrainingBatches(self), start, stop, self.workers, pin=self.device.type == "cuda")
         with contextlib.closing(items):
             for step, (images, labels, index, bad) in items:
                 images, labels = (x.to(self.device, non_blocking=True) for x in (images, labels))
                 if self.randaugment or self._augment_after.color or self._augment_after.erase:
-                    images = self._apply_randaugment(images, self._draw_uniforms(range(step, step + 1)))
+                    images = self._finish(images, self._draw_uniforms(range(step, step + 1)))
                 yield Batch(images, labels, index.numpy(), bad)
 
     def _resident_batches(self, start: int, stop: int | None) -> Generator[Batch]:
         """Make several steps at once. A step is always made with the same others, so that resuming is exact."""
         chunk = steps_at_once(self.local_batch, self.size, self.device)
         first = start - start % chunk
-        chunks = itertools.count(first, chunk) if stop is None else range(first, stop, chunk)
-        lists = (prefetch if chunk > 1 else map)(lambda step: self._make_batches(range(step, step + chunk)), chunks)
-        batches = itertools.chain.from_iterable(lists)
+        firsts = itertools.count(first, chunk) if stop is None else range(first, stop, chunk)
+        make_ahead = prefetch if chunk > 1 else map
+        chunks = make_ahead(lambda step: self._make_batches(range(step, step + chunk)), firsts)
+        batches = itertools.chain.from_iterable(chunks)
         yield from itertools.islice(batches, start - first, None if stop is None else stop - first)
 
     def _make_batches(self, steps: range) -> list[Batch]:
@@ -134,15 +155,15 @@ class Loader:
         u = self._draw_uniforms(steps)
         device_index, device_u = (to_device(x, self.device) for x in (torch.from_numpy(index), u))
         images, labels = self.resident.batch(device_index, device_u, self._augment_before, self.size)
-        images = self._apply_randaugment(images, u) if self.randaugment else images
+        images = self._finish(images, u) if self.randaugment else images
         parts = images.split(self.local_batch), labels.split(self.local_batch), np.split(index, len(steps))
         return [Batch(*part) for part in zip(*parts, strict=True)]
 
-    def _apply_randaugment(self, images: Tensor, u: Tensor) -> Tensor:
+    def _finish(self, images: Tensor, u: Tensor) -> Tensor:
         """The augmentation after cropping and flipping: policy, color and erasing."""
         augment = self._augment_after
         if self.randaugment:
-            images = self.randaugment(images, u[:, DRAWS:])
+            images = self.randaugment(images, u[:, NUM_UNIFORMS:])
         if augment.color or augment.erase:
             apply = self.resident.finish if self.resident else augment_batch
             images = apply(images, to_device(u, self.device), augment)
@@ -158,9 +179,11 @@ class Loader:
         """Replace each image that cannot be decoded by the next one that can."""
         if len(self.bad) == len(self.source):
             raise DataError("no image of the set can be decoded")
-        index = index.copy()
-        while self.bad and (is_bad := np.isin(index, list(self.bad))).any():
-            index[is_bad] = (index[is_bad] + 1) % len(self.source)
+        bad = list(self.bad)
+        is_bad = np.isin(index, bad)
+        while is_bad.any():
+            index = np.where(is_bad, (index + 1) % len(self.source), index)
+            is_bad = np.isin(index, bad)
         return index
 
     def _record_bad(self, bad: list[tuple[int, str]]) -> None:
@@ -187,7 +210,7 @@ def evaluation_batches(
     workers=None chooses the number.
     """
     index = np.arange(rank, len(source), world_size)
-    work = Evaluate(source, index, batch, size, preprocess)
+    work = EvaluationBatches(source, index, batch, size, preprocess)
     workers = min(inference_workers(len(index), device) if workers is None else workers, len(work))
     if workers:
         source.load()

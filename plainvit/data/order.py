@@ -20,7 +20,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def scramble(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 (which wraps around): every input bit affects every output bit."""
+    """SplitMix64's finalizer on int64 (which wraps around): every input bit affects every output bit."""
     x = (x ^ _shift(x, 30)) * FIRST
     x = (x ^ _shift(x, 27)) * SECOND
     return x ^ _shift(x, 31)

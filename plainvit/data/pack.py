@@ -17,10 +17,10 @@ from typing import Any
 import pyarrow as pa
 import simplejpeg
 
-from plainvit.data.check import merge_classes, splits
+from plainvit.data.check import merge_classes, open_all_splits
 from plainvit.data.columns import write_table
 from plainvit.data.content_hash import map_images
-from plainvit.data.decode import DataError, ImageError, decode, has_exif, size
+from plainvit.data.decode import DataError, ImageError, decode, get_image_size, has_exif
 from plainvit.data.shards import INDEX, UNFINISHED
 from plainvit.data.sources import Source
 from plainvit.data.transforms import resize_image
@@ -37,7 +37,7 @@ def pack(spec: str, target: Path, side: int = 320, quality: int = 90, data_root:
         raise ValueError(f"--side must be at least 1 and --quality 1 to 100, got --side {side} --quality {quality}")
     if target.exists() and any(target.iterdir()):
         raise DataError(f"{target} is not empty: give an empty or new folder")
-    sources = splits(spec, data_root)
+    sources = open_all_splits(spec, data_root)
     classes = merge_classes(spec, sources)
     make_folder(target)
     write_text(target / UNFINISHED, "plainvit data pack has not finished here\n")
@@ -94,7 +94,7 @@ def _encode_small(source: Source, side: int, quality: int, index: int) -> _Encod
     """(JPEG, its size), or the reason why the image cannot be read."""
     try:
         data = source.read(index)
-        height, width = size(data)
+        height, width = get_image_size(data)
         scale = min(side / min(height, width), 1)
         target = max(round(height * scale), 1), max(round(width * scale), 1)
         pixels = decode(data, target if scale < 1 else None)

@@ -23,7 +23,7 @@ from plainvit.config import Augment
 from plainvit.data.transforms import to_device
 
 FILL = 128  # gray level of pixels that a moved image leaves empty
-BINS = 31  # number of magnitudes
+MAGNITUDE_BINS = 31  # number of magnitudes
 MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
 LEVELS = ("Brightness", "Posterize", "Solarize", "Contrast", "AutoContrast", "Equalize")
 OPERATIONS = (*MOVES, *LEVELS, "Color", "Sharpness", "Identity")
@@ -36,9 +36,9 @@ def magnitudes(magnitude: int, size: tuple[int, int]) -> dict[str, float]:
     """torchvision's magnitudes for images of (height, width), without signs; three operations have none."""
 
     def pick(first: float, last: float) -> float:
-        return float(torch.linspace(first, last, BINS)[magnitude])
+        return float(torch.linspace(first, last, MAGNITUDE_BINS)[magnitude])
 
-    bits = int((8 - torch.arange(BINS) / ((BINS - 1) / 4)).round()[magnitude])
+    bits = int((8 - torch.arange(MAGNITUDE_BINS) / ((MAGNITUDE_BINS - 1) / 4)).round()[magnitude])
     moves = {
         "ShearX": pick(0, 0.3),
         "ShearY": pick(0, 0.3),

@@ -44,12 +44,12 @@ def open_tars(folder: Path, split: str) -> Source:
     if (folder / UNFINISHED).is_file():
         raise DataError(f"{folder} is incomplete: delete it and run `plainvit data pack` again")
     if not (folder / INDEX).is_file():
-        return Tars(folder, _scan(group_by_split(sorted(folder.glob("*.tar")), folder, split)[split]))
+        return TarSource(folder, _scan(group_by_split(sorted(folder.glob("*.tar")), folder, split)[split]))
     table = _read_index(folder / INDEX)
     shards = [folder / name for name in table.column("shard").unique().to_pylist()]
     names = [path.name for path in group_by_split(shards, folder, split)[split]]
     chosen = pc.is_in(table.column("shard"), value_set=pa.array(names))  # pyright: ignore
-    return Tars(folder, table.filter(chosen))
+    return TarSource(folder, table.filter(chosen))
 
 
 def _read_index(path: Path) -> pa.Table:
@@ -67,7 +67,7 @@ def _read_index(path: Path) -> pa.Table:
     return table
 
 
-class Tars(Source):
+class TarSource(Source):
     """Members of tar files, read at their offsets; checksums are verified if the index has them."""
 
     def __init__(self, folder: Path, table: pa.Table) -> None:

@@ -12,7 +12,6 @@ source.labels[i], source.classes, source.image(i)
 """
 
 import contextlib
-import functools
 import hashlib
 import io
 import json
@@ -31,7 +30,7 @@ import pyarrow as pa
 
 from plainvit import hub
 from plainvit.config import nearest
-from plainvit.data.decode import DataError, ImageError, decode, size
+from plainvit.data.decode import DataError, ImageError, decode, get_image_size
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 UNSUPPORTED = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf")
@@ -90,12 +89,12 @@ class Source(ABC):
 
     def extent(self, index: int) -> tuple[int, int]:
         """(height, width), from the header if encoded."""
-        return size(self.read(index))
+        return get_image_size(self.read(index))
 
     def read_with_extent(self, index: int) -> tuple[bytes | np.ndarray, tuple[int, int]]:
         """What `read` returns, and the image's (height, width)."""
         data = self.read(index)
-        return data, size(data)
+        return data, get_image_size(data)
 
     def sample(self, count: int = 64) -> list[int]:
         """Positions of up to `count` evenly spaced images."""
@@ -120,7 +119,7 @@ class Names:
         return os.fsdecode(self._names[index].as_py())
 
 
-class Files(Source):
+class FileSource(Source):
     """Image files below a folder; if the folder is "", names are whole paths."""
 
     def __init__(
@@ -151,7 +150,7 @@ class Files(Source):
         return map(self.path, range(len(self)))
 
 
-class View(Source):
+class SourceView(Source):
     """Images of other sources: `locate` maps an index to (source, index in it)."""
 
     sources: Sequence[Source]
@@ -186,7 +185,7 @@ class View(Source):
         return chain.from_iterable(source.files() for source in self.sources)
 
 
-class Subset(View):
+class Subset(SourceView):
     """Some images of another source."""
 
     def __init__(self, source: Source, indices: np.ndarray, split: str = "") -> None:
@@ -198,7 +197,7 @@ class Subset(View):
         return self.source, int(self.indices[index])
 
 
-class ConcatSource(View):
+class ConcatSource(SourceView):
     """Several sources concatenated, with the classes of the first."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -315,7 +314,6 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
 
     kind, _, rest = spec.partition(":")
     if kind in ("digits", "shapes"):
-        _warn_of_folder(Path(spec).absolute())
         return generated.digits(split, rest) if kind == "digits" else generated.shapes(split, rest)
     if kind == "hf" and rest:
         return tables.open_parquet(hub.fetch(rest, ["*.parquet", "**/*.parquet"], kind="dataset"), split)
@@ -334,12 +332,6 @@ def _open(spec: str, split: str, data_root: Path | None) -> Source:
         raise DataError(f"there is no folder or list of images at {spec}")
     names = (*known.SETS, "digits", "shapes")
     raise ValueError(f"data {spec!r} is neither a folder nor a known dataset; {nearest(spec, names)}")
-
-
-@functools.cache  # once for all splits
-def _warn_of_folder(path: Path) -> None:
-    if path.is_dir():
-        log.warning("--data %s is the built-in dataset: give %s/ to read the folder", path.name, path.name)
 
 
 def _exclude(source: Source, path: Path) -> Source:

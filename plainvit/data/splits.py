@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from plainvit.config import LEAST_STEPS, Config, from_json
-from plainvit.data.content_hash import CONTENT, content_numbers, sample_hash
+from plainvit.data.content_hash import CARD_SAMPLE, content_numbers, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, Subset, open_source
@@ -31,7 +31,7 @@ class Splits:
         return self.train.classes
 
     @cached_property
-    def describe(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """The content of data.json, by which changed images are detected. Cached: it reads every name."""
         present = {"train": self.train, "val": self.val, "test": self.test}
         sizes = {
@@ -97,8 +97,8 @@ def _matches_records(config: Config, run: Path) -> bool:
     except (ValueError, OSError):  # not the data of this run
         return False
     evaluated = splits.test or splits.val
-    has_same_content = evaluated is None or card.get("content") in (None, sample_hash(evaluated, CONTENT))
-    return has_same_content and all(recorded.get(key) == value for key, value in splits.describe.items())
+    has_same_content = evaluated is None or card.get("content") in (None, sample_hash(evaluated, CARD_SAMPLE))
+    return has_same_content and all(recorded.get(key) == value for key, value in splits.description.items())
 
 
 def choose_split(model: str | Path, data: str, split: str, data_root: str | Path | None) -> Source:

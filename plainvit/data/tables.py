@@ -7,8 +7,10 @@ Labels are integers, with class names from the schema, or strings, which are the
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from plainvit.data.decode import DataError, ImageError
 from plainvit.data.folders import class_names
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, find_part
 
-IN_MEMORY = 4 * 2**30  # bytes of images that a process and its workers keep in memory at most
+MEMORY_LIMIT = 4 * 2**30  # bytes of images that a process and its workers keep in memory at most
 SLOW_GROUP = 8 * 2**20  # bytes of a row group that is slow to decode for each image
 INDEX = "index.parquet"  # the index of tar shards (shards.py), not a table of images
 log = logging.getLogger("plainvit")
@@ -36,22 +38,24 @@ def has_parquet(folder: Path) -> bool:
 
 def _find_parquet_files(folder: Path) -> list[Path]:
     """Files in the folder, in its subfolders and in CONFIG/SPLIT/ (the hub's layout), without a full search."""
-    split_names = [name for names in SPLITS.values() for name in names]
-    candidates = (f"{folder}/{top}/{name}" for top in class_names(folder) for name in split_names)
-    deep = [Path(path) for path in candidates if os.path.isdir(path)]  # noqa: PTH112  (thousands of classes)
     files = [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]
-    files += [path for parent in deep for path in sorted(parent.glob("*.parquet"))]
+    split_names = list(chain.from_iterable(SPLITS.values()))
+    for subfolder in class_names(folder):
+        for split_name in split_names:
+            path = f"{folder}/{subfolder}/{split_name}"
+            if os.path.isdir(path):  # noqa: PTH112 - there may be thousands of classes
+                files += sorted(Path(path).glob("*.parquet"))
     return [path for path in files if path.name != INDEX]
 
 
-def open_parquet(path: Path, split: str) -> "Table":
+def open_parquet(path: Path, split: str) -> "ParquetSource":
     """Open a file or a folder: train-00.parquet, data/train-00000-of-00002.parquet, all/train/0000.parquet."""
     folder, files = (path, _find_parquet_files(path)) if path.is_dir() else (path.parent, [path])
     by_split = group_by_split(files, folder, split)
     folders = sorted({str(file.parent.relative_to(folder)) for file in by_split[split]})
     if len(folders) > 1:  # configurations of one set, whose rows would have equal names
         raise DataError(f"{folder} has {split} files in several folders ({', '.join(folders)}): give one of them")
-    return Table(by_split[split], by_split["train"] or files)
+    return ParquetSource(by_split[split], by_split["train"] or files)
 
 
 def group_by_split(files: Sequence[Path], folder: Path, split: str) -> dict[str, list[Path]]:
@@ -61,9 +65,11 @@ def group_by_split(files: Sequence[Path], folder: Path, split: str) -> dict[str,
     """
     splits = [_find_split(file, folder) for file in files]
     default = None if any(splits) else "train"
-    groups = {
-        name: [file for file, own in zip(files, splits, strict=True) if (own or default) == name] for name in SPLITS
-    }
+    groups: dict[str, list[Path]] = {name: [] for name in SPLITS}
+    for file, own in zip(files, splits, strict=True):
+        name = own or default
+        if name:
+            groups[name].append(file)
     if not groups[split]:
         names = ", ".join(file.name for file in files[:4]) + (", ..." if len(files) > 4 else "")
         raise MissingSplitError(f"{folder} has no {split} split: no file or folder is named after it ({names})")
@@ -72,15 +78,17 @@ def group_by_split(files: Sequence[Path], folder: Path, split: str) -> dict[str,
 
 def _find_split(path: Path, folder: Path) -> str | None:
     """The split that a path below a folder is named after, from the innermost name outwards."""
-    return next((split for name in reversed(path.relative_to(folder).parts) if (split := _parse_split(name))), None)
+    for name in reversed(path.relative_to(folder).parts):
+        split = _parse_split(name)
+        if split:
+            return split
+    return None
 
 
 def _parse_split(name: str) -> str | None:
     """The split in the name of a file or folder."""
     for split, synonyms in SPLITS.items():
-        if any(
-            name == synonym or name.startswith((f"{synonym}-", f"{synonym}_", f"{synonym}.")) for synonym in synonyms
-        ):
+        if re.match(rf"({'|'.join(synonyms)})([-_.]|$)", name):
             return split
     return None
 
@@ -88,7 +96,7 @@ def _parse_split(name: str) -> str | None:
 # Source ---------------------------------------------------------------------------------------------------------------
 
 
-class Table(Source):
+class ParquetSource(Source):
     """Rows of several files. If labels are strings, the classes are those in `class_paths`."""
 
     def __init__(self, paths: Sequence[Path], class_paths: Sequence[Path] = ()) -> None:
@@ -113,7 +121,7 @@ class Table(Source):
         columns = [file.read_labels() for file in self._files]
         if not names and all(is_text(column.type) for column in columns):
             others = [] if self.class_paths == self.paths else [ParquetFile(path) for path in self.class_paths]
-            names = read_names([file.read_labels() for file in others] or columns, where)
+            names = read_names([file.read_labels() for file in others] or columns)
         labels = [convert_labels(column, names, path) for column, path in zip(columns, self.paths, strict=True)]
         return check_range(np.concatenate(labels), names, where)
 
@@ -128,7 +136,7 @@ class Table(Source):
         """Read all images into memory if they fit, once for this process and the workers that it forks."""
         if self._fits is not None:
             return
-        limit, total = min(IN_MEMORY, memory_budget()), 0
+        limit, total = min(MEMORY_LIMIT, memory_budget()), 0
         for number in range(len(self._groups) if self.total_bytes <= limit else 0):
             self._images[number] = self._read_group(number)
             total += self._images[number].nbytes
@@ -164,7 +172,7 @@ class Table(Source):
 
         The limit is the same on every machine, so that the same images are held out.
         """
-        return self.read(index) if self.total_bytes <= IN_MEMORY else self.name(index).encode()
+        return self.read(index) if self.total_bytes <= MEMORY_LIMIT else self.name(index).encode()
 
     def _read_group(self, number: int) -> pa.ChunkedArray:
         file, group = self._groups[number]

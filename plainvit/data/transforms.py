@@ -13,16 +13,16 @@ from PIL import Image
 from torch import Tensor
 
 from plainvit.config import Augment, Preprocess
-from plainvit.data.decode import PIXEL_LIMIT, decode, size
+from plainvit.data.decode import PIXEL_LIMIT, decode, get_image_size
 
-TRIES = 10
-DRAWS = 4 * TRIES + 9  # per sample: crop attempts, flip, 3 for color, 5 for erasing; those of a policy follow
+TRIES = 10  # crop attempts of an image, four random numbers each
+NUM_UNIFORMS = 4 * TRIES + 9  # per image: crop attempts, flip, 3 for color, 5 for erasing; RandAugment's follow
 
 
 def crop_boxes(u: Tensor, sizes: Tensor, augment: Augment, out: tuple[int, int]) -> Tensor:
-    """[B, 4] boxes (top, left, height, width) in pixels of images of `sizes` [B, 2], from uniforms [B, DRAWS].
+    """[B, 4] boxes (top, left, height, width) in pixels of images of `sizes` [B, 2].
 
-    Boxes of crop 'pad' may extend beyond the image.
+    `u` has NUM_UNIFORMS random numbers in [0, 1) for each image. Boxes of crop 'pad' may extend beyond the image.
     """
     h, w = sizes[:, 0].float(), sizes[:, 1].float()
     if augment.crop == "none":
@@ -154,7 +154,7 @@ def preprocess_image(data: bytes | np.ndarray, preprocess: Preprocess, out: tupl
 
     `Preprocess` (model_config.py) decides how; it comes with the weights, from the config or from the caller.
     """
-    extent = size(data)
+    extent = get_image_size(data)
     target = out
     if preprocess.resize != "squash":
         target = (math.floor(out[0] / preprocess.crop + 1e-6), math.floor(out[1] / preprocess.crop + 1e-6))
@@ -179,7 +179,7 @@ def preprocess_image(data: bytes | np.ndarray, preprocess: Preprocess, out: tupl
 
 def augment_batch(images: Tensor, u: Tensor, augment: Augment) -> Tensor:
     """Flip, color and erase a batch on its device, each sample by its own uniforms. Color makes floats of uint8."""
-    flip, colors, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 : DRAWS]
+    flip, colors, holes = u[:, 4 * TRIES], u[:, 4 * TRIES + 1 : 4 * TRIES + 4], u[:, 4 * TRIES + 4 : NUM_UNIFORMS]
     if augment.flip:
         images = torch.where((flip < augment.flip).view(-1, 1, 1, 1), images.flip(-1), images)
     if augment.color:

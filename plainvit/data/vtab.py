@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from plainvit.config import Augment
 from plainvit.data.decode import DataError
-from plainvit.data.sources import ConcatSource, Files, MissingSplitError, Source, is_inside
+from plainvit.data.sources import ConcatSource, FileSource, MissingSplitError, Source, is_inside
 
 LISTS = {"train": "train800.txt", "val": "val200.txt", "test": "test.txt"}
 
@@ -107,4 +107,4 @@ def _open_list(path: Path, task: Task) -> Source:
             raise DataError(f"{path} line {number}: {file!r} is outside the list's folder")
         names.append(file)
         labels.append(int(label))
-    return Files(path.parent, names, labels, tuple(map(str, range(task.classes))))
+    return FileSource(path.parent, names, labels, tuple(map(str, range(task.classes))))

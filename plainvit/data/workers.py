@@ -20,7 +20,7 @@ from plainvit.data.cores_and_memory import count_cores, count_local_processes
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.order import uniforms
 from plainvit.data.sources import Source
-from plainvit.data.transforms import DRAWS, TRIES, crop_and_resize, crop_boxes, preprocess_image
+from plainvit.data.transforms import NUM_UNIFORMS, TRIES, crop_and_resize, crop_boxes, preprocess_image
 from plainvit.errors import first_line
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def inference_workers(images: int, device: str | torch.device) -> int:
     return min(default_workers(), 16) if torch.device(device).type == "cuda" else max(min(cores // 2, 8), 1)
 
 
-class Train(Dataset[Item]):
+class TrainingBatches(Dataset[Item]):
     """One item is the batch of one step."""
 
     def __init__(self, loader: "Loader") -> None:
@@ -61,7 +61,7 @@ class Train(Dataset[Item]):
         index = self.order.sample(position)
         epoch = torch.from_numpy(self.order.epoch(position))
         inside = torch.from_numpy(position % self.order.count)
-        u = uniforms(self.seed, epoch, inside, DRAWS)
+        u = uniforms(self.seed, epoch, inside, NUM_UNIFORMS)
         read = [read_next(self.source, int(i)) for i in index]
         index = np.array([i for i, _, _, _ in read])
         extents = torch.tensor([extent for _, _, extent, _ in read])
@@ -92,7 +92,7 @@ class Train(Dataset[Item]):
         raise DataError("no image of the set can be decoded")
 
 
-class Evaluate(Dataset[Item]):
+class EvaluationBatches(Dataset[Item]):
     """One item is one evaluation batch, each image preprocessed for the model."""
 
     def __init__(

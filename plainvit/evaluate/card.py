@@ -27,7 +27,7 @@ import torch
 
 from plainvit.config import to_json
 from plainvit.data.columns import map_file, write_table
-from plainvit.data.content_hash import CONTENT, sample_hash
+from plainvit.data.content_hash import CARD_SAMPLE, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.known import official_split
 from plainvit.disk import make_folder, read_json, run_folder, run_settings, write_together
@@ -108,7 +108,7 @@ def _describe_data(labels: Labels) -> dict[str, Any]:
         "spec": source.spec,
         "split": official_split(source.spec, source.split),
         "fingerprint": source.fingerprint(),
-        "content": sample_hash(source, CONTENT),
+        "content": sample_hash(source, CARD_SAMPLE),
         "classes": len(source.classes),
         "rule": labels.rule,
         "labels": labels.fingerprint(),

@@ -1,4 +1,4 @@
-"""Class names of models and data: read them, match them, and detect labels that are permuted.
+"""Class names of models and data: read them, and match them.
 
     plainvit evaluate weights.safetensors --data photos/ --class-names names.txt
 
@@ -18,20 +18,15 @@ from plainvit.data.decode import DataError
 from plainvit.data.imagenet import class_names as imagenet_names
 from plainvit.data.imagenet import wordnet_ids
 from plainvit.data.sources import Source
-from plainvit.evaluate.statistics import wilson
 
 log = logging.getLogger("plainvit")
-SIZE_LIMIT = 2**24  # bytes of a file of class names
-IMAGENET = 1000
-PAIRS = 5  # of a mapping that are printed
+IMAGENET_CLASSES = 1000
 
 
 def read_class_names(path: Path, classes: int) -> tuple[str, ...]:
     """Names from a file: one per line, or a JSON list. Raises ValueError."""
     if not path.is_file():
         raise ValueError(f"--class-names {path}: there is no such file")
-    if path.stat().st_size > SIZE_LIMIT:
-        raise ValueError(f"--class-names {path} is above the limit of {SIZE_LIMIT >> 20} MiB")
     try:
         text = path.read_text(encoding="utf-8").strip()
         names = json.loads(text) if text.startswith("[") else text.splitlines()
@@ -44,7 +39,7 @@ def read_class_names(path: Path, classes: int) -> tuple[str, ...]:
 
 def default_class_names(classes: int, source: str) -> tuple[str, ...]:
     """Names for a model without names: ImageNet-1k's for 1,000 classes, else numbers."""
-    if classes != IMAGENET:
+    if classes != IMAGENET_CLASSES:
         return tuple(map(str, range(classes)))
     log.warning("note: %s has 1,000 classes without names: ImageNet-1k's are used (or --class-names)", source)
     return imagenet_names()
@@ -61,65 +56,96 @@ def match_classes(source: Source, classes: int, names: Sequence[str]) -> np.ndar
         classes: The number of classes of the model.
         names: Names of the model's classes, if known; numbers count as unknown.
     """
-    theirs, data = source.classes, source.spec or "the data"
     names = () if are_numbers(names) else names
-    matches = _match_names(theirs, names)
-    missing = [name for name, match in zip(theirs, matches, strict=True) if match is None]
+    matches = _match_by_name(source, classes, names)
+    if matches is None:
+        matches = _match_by_number(source, classes, names)
+    return _match_by_order(source, classes, names) if matches is None else matches
+
+
+def _match_by_name(source: Source, classes: int, names: Sequence[str]) -> np.ndarray | None:
+    """None if no name matches, or only those of classes that have the same number in the data and the model."""
+    matches = _find_names(source.classes, names)
+    missing = [name for name, match in zip(source.classes, matches, strict=True) if match is None]
     if not missing and len(set(matches)) == len(matches):
-        if len(theirs) < len(names):
-            log.warning("note: the classes of %s are %d of the model's %d, by name", data, len(theirs), len(names))
+        if len(matches) < len(names):
+            numbers = (source.spec or "the data", len(matches), len(names))
+            log.warning("note: the classes of %s are %d of the model's %d, by name", *numbers)
         elif matches != list(range(len(matches))):
-            log.warning("note: the model's classes are in another order than those of %s: matched by name", data)
+            problem = "note: the model's classes are in another order than those of %s: matched by name"
+            log.warning(problem, source.spec or "the data")
         return np.array(matches, int)
-    in_place = len(theirs) == classes and all(match in (None, position) for position, match in enumerate(matches))
-    if len(missing) < len(theirs) and not in_place:
-        wrong = f"{len(missing):,} of the {len(theirs):,} classes" if missing else "two equal classes"
+    same_order = all(match in (None, position) for position, match in enumerate(matches))
+    if len(missing) == len(matches) or (same_order and len(matches) == classes):
+        return None
+    lacking = f"{len(missing):,} of the {len(matches):,} classes" if missing else "two equal classes"
+    example = f", such as {missing[0]!r}" if missing else ""
+    raise DataError(
+        f"the model's class names lack {lacking} of {source.spec or 'the data'}{example}: "
+        "rename the class folders, or give the model's names with --class-names FILE"
+    )
+
+
+def _match_by_number(source: Source, classes: int, names: Sequence[str]) -> np.ndarray | None:
+    """None if the classes of the data are not numbers of the model's classes."""
+    numbers = source.classes
+    if not are_numbers(numbers) or max(map(int, numbers)) >= classes:
+        return None
+    if names or len(numbers) != classes or list(numbers) != sorted(numbers):  # 0 to 9 have one order, 0 to 10 two
+        log.warning("note: the classes of %s are matched by number", source.spec or "the data")
+    return np.array([int(name) for name in numbers])
+
+
+def _match_by_order(source: Source, classes: int, names: Sequence[str]) -> np.ndarray:
+    data, count = source.spec or "the data", len(source.classes)
+    if count != classes:
         raise DataError(
-            f"the model's class names lack {wrong} of {data}{f', such as {missing[0]!r}' if missing else ''}: "
-            "rename the class folders, or give the model's names with --class-names FILE"
-        )
-    if are_numbers(theirs) and max(map(int, theirs)) < classes:
-        if names or len(theirs) != classes or list(theirs) != sorted(theirs):  # 0 to 9 have one order, 0 to 10 two
-            log.warning("note: the classes of %s are matched by number", data)
-        return np.array([int(name) for name in theirs])
-    if len(theirs) != classes:
-        raise DataError(
-            f"the model has {classes:,} classes, but {data} has {len(theirs):,}: use data with the model's classes, "
+            f"the model has {classes:,} classes, but {data} has {count:,}: use data with the model's classes, "
             "fine-tune the model, or give the model's names with --class-names FILE"
         )
     kind = "other class names" if names else "no class names"
     problem = "the model has %s: the classes of %s are matched by their order (0 is %r); check it, or use --class-names"
-    log.warning(problem, kind, data, theirs[0])
+    log.warning(problem, kind, data, source.classes[0])
     return np.arange(classes)
 
 
-def _match_names(theirs: Sequence[str], names: Sequence[str]) -> list[int | None]:
+def _find_names(data_classes: Sequence[str], names: Sequence[str]) -> list[int | None]:
+    """The number of the model's class with the name of each class of the data, or None."""
     exact = {name: label for label, name in enumerate(names)}
-    loose: dict[str, set[int]] = {}
+    loose: dict[str, set[int]] = {}  # simplified name -> classes
     for label, name in enumerate(names):
-        for key in {_simplify(name), _simplify(name.partition(",")[0])}:
+        for key in _simplify_synonyms(name):
             loose.setdefault(key, set()).add(label)
     if is_imagenet(names):
-        exact = {**dict(zip(imagenet_names(), range(IMAGENET), strict=True)), **exact}
-        exact |= dict(zip(wordnet_ids(), range(IMAGENET), strict=True))
+        exact = {**dict(zip(imagenet_names(), range(IMAGENET_CLASSES), strict=True)), **exact}
+        exact |= dict(zip(wordnet_ids(), range(IMAGENET_CLASSES), strict=True))
         for label, name in enumerate(imagenet_names()):
             loose.setdefault(_simplify(name), set()).add(label)
-    matches: list[int | None] = []
-    for name in theirs:
-        wordnet = re.match(r"n\d{8}(?!\d)", name)  # also of folders such as n01440764_tench
-        near = loose.get(_simplify(name), set()) | loose.get(_simplify(name.partition(",")[0]), set())
-        match = exact.get(name, exact.get(wordnet[0]) if wordnet else None)
-        matches.append(match if match is not None or len(near) != 1 else next(iter(near)))
-    return matches
+    return [_find_name(name, exact, loose) for name in data_classes]
+
+
+def _find_name(name: str, exact: dict[str, int], loose: dict[str, set[int]]) -> int | None:
+    if name in exact:
+        return exact[name]
+    wordnet_id = re.match(r"n\d{8}(?!\d)", name)  # also of folders such as n01440764_tench
+    if wordnet_id and wordnet_id[0] in exact:
+        return exact[wordnet_id[0]]
+    candidates: set[int] = set().union(*(loose.get(key, ()) for key in _simplify_synonyms(name)))
+    return candidates.pop() if len(candidates) == 1 else None
+
+
+def _simplify_synonyms(name: str) -> set[str]:
+    """The name and its first synonym, simplified."""
+    return {_simplify(name), _simplify(name.partition(",")[0])}
 
 
 def is_imagenet(names: Sequence[str]) -> bool:
     """Whether these are ImageNet-1k's classes in its order: WordNet ids, or most of the readable names."""
-    if len(names) != IMAGENET:
+    if len(names) != IMAGENET_CLASSES:
         return False
     firsts = [_simplify(name.partition(",")[0]) for name in names]
     same = sum(first == _simplify(name) for first, name in zip(firsts, imagenet_names(), strict=True))
-    return tuple(names) == wordnet_ids() or same > IMAGENET // 2
+    return tuple(names) == wordnet_ids() or same > IMAGENET_CLASSES // 2
 
 
 def _simplify(name: str) -> str:
@@ -128,51 +154,3 @@ def _simplify(name: str) -> str:
 
 def are_numbers(names: Sequence[str]) -> bool:
     return bool(names) and all(name.isdecimal() and name.isascii() for name in names)
-
-
-# Permuted labels ------------------------------------------------------------------------------------------------------
-
-
-def find_permutation(labels: np.ndarray, predicted: np.ndarray) -> tuple[dict[int, int], float] | None:
-    """A one-to-one mapping of labels to predictions that is right far more often than the labels, and its accuracy.
-
-    The mapping is found on every second image of a class and measured on the others, so that chance does not find one.
-    It is returned if it is right for most of these images, and the labels for less than half as many.
-    """
-    order = np.argsort(labels, kind="stable")
-    starts = np.searchsorted(labels[order], labels[order])
-    tested = np.empty(len(labels), bool)
-    tested[order] = (np.arange(len(labels)) - starts) % 2 == 1
-    if not tested.any():
-        return None
-    mapping = assign_classes(labels[~tested], predicted[~tested])
-    right = predicted[tested] == np.array([mapping.get(int(label), -1) for label in labels[tested]])
-    low, _ = wilson(int(right.sum()), len(right))
-    own = float((predicted[tested] == labels[tested]).mean())
-    return (mapping, float(right.mean())) if low >= max(0.5, 2 * own) else None
-
-
-def assign_classes(labels: np.ndarray, predicted: np.ndarray) -> dict[int, int]:
-    """{label: prediction}, one to one, by the most frequent pairs first."""
-    pairs, counts = np.unique(np.stack((labels, predicted), 1), axis=0, return_counts=True)
-    mapping: dict[int, int] = {}
-    assigned: set[int] = set()
-    for label, prediction in pairs[np.argsort(-counts, kind="stable")].tolist():
-        if label not in mapping and prediction not in assigned:
-            mapping[label] = prediction
-            assigned.add(prediction)
-    return mapping
-
-
-def warn_permuted(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> None:
-    """Warns if labels seem permuted, with the first pairs of the mapping."""
-    permutation = find_permutation(labels, predicted)
-    if permutation is None:
-        return
-    mapping, top1 = permutation
-    moved = [f"{names[a]!r} -> {names[b]!r}" for a, b in sorted(mapping.items()) if a != b]
-    log.warning(
-        "the labels seem permuted: top-1 is %.2f %%, but %.2f %% under another one-to-one mapping of the classes "
-        "(label -> prediction: %s): check the order of the classes, or give the model's names with --class-names FILE",
-        *(100 * float((labels == predicted).mean()), 100 * top1, ", ".join(moved[:PAIRS])),
-    )

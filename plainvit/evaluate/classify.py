@@ -9,7 +9,7 @@ The last batch is smaller, never dropped or padded. Unreadable images are counte
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,11 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.models.inference import check_finite, eval_mode
 from plainvit.runtime.distributed import World
 
-CACHE_BYTES = 2 * 10**9  # largest validation set that is kept prepared between evaluations
+CACHE_BYTES = 2 * 10**9  # largest validation set that is kept preprocessed between evaluations
 
 
 class EvaluationSet:
-    """A source with its model's preprocessing; `keep` stores the prepared batches if they are small enough."""
+    """A source with its model's preprocessing; `keep` stores the preprocessed batches if they are small enough."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class EvaluationSet:
         batch: int = 256,
         workers: int | None = 0,
         world: World | None = None,
-        keep: bool = True,
+        keep: bool = False,
     ) -> None:
         self.source, self.size, self.world, self.batch = source, size, world or World(), batch
         self._options: dict[str, Any] = {"batch": batch, "size": size, "preprocess": preprocess, "workers": workers}
-        self._small = keep and len(source) * 3 * size[0] * size[1] <= CACHE_BYTES
+        self._keep = keep and len(source) * 3 * size[0] * size[1] <= CACHE_BYTES
         self._kept: list[Batch] | None = None
 
     @property
@@ -53,18 +53,19 @@ class EvaluationSet:
         """The largest number of batches of any process: sharded models need equally many forwards in all."""
         return math.ceil(math.ceil(len(self.source) / self.world.size) / self.batch)
 
-    def batches(self) -> Iterable[Batch]:
+    def batches(self) -> Iterator[Batch]:
         """The batches of this process."""
         if self._kept is not None:
-            return self._kept
-        world = self.world
-        batches = evaluation_batches(
-            self.source, rank=world.rank, world_size=world.size, device=world.device, **self._options
-        )
-        if self._small:
-            self._kept = list(batches)
-            return self._kept
-        return batches
+            yield from self._kept
+            return
+        kept: list[Batch] = []
+        parallel = {"rank": self.world.rank, "world_size": self.world.size, "device": self.world.device}
+        for batch in evaluation_batches(self.source, **parallel, **self._options):
+            if self._keep:
+                kept.append(batch)
+            yield batch
+        if self._keep:
+            self._kept = kept
 
 
 @torch.no_grad()
@@ -101,15 +102,28 @@ def classify(
     unreadable = int(world.sum(torch.tensor([unreadable], device=world.device)))
     if not len(table):
         raise DataError(f"no image of the {source.split} split can be read")
-    table = table[np.argsort(table[:, 0])]
-    check_finite(torch.from_numpy(table[:, 4:COLUMNS]), lambda row: source.name(int(table[row, 0])))
-    index, truth, ranked = (table[:, columns].astype(np.int64) for columns in (0, 1, slice(COLUMNS, None)))
-    predictions, hits = np.split(ranked, 2, axis=1)
-    return Result(truth, predictions, hits.astype(bool), table[:, 2], table[:, 3], index, scorer.classes, unreadable)
+    return _make_result(table[np.argsort(table[:, 0])], source, scorer.classes, unreadable)
 
 
-# Columns of a row: position in the source, label, top-1 probability, nll, sum of the logits, which is NaN or Inf if any
-# of them is; then up to 5 predictions and whether each is correct
+def _make_result(table: np.ndarray, source: Source, classes: int, unreadable: int) -> Result:
+    """The result of rows as `_Scorer` makes them; raises NonFiniteError."""
+    index, truth, probabilities, nll, total = table[:, :COLUMNS].T
+    check_finite(torch.from_numpy(total[:, None]), lambda row: source.name(int(index[row])))
+    predictions, hits = np.split(table[:, COLUMNS:].astype(np.int64), 2, axis=1)
+    return Result(
+        labels=truth.astype(np.int64),
+        predictions=predictions,
+        hits=hits.astype(bool),
+        probabilities=probabilities,
+        nll=nll,
+        index=index.astype(np.int64),
+        classes=classes,
+        unreadable=unreadable,
+    )
+
+
+# First columns of a row: position in the source, label, top-1 probability, nll, and the sum of the logits, which is NaN
+# or Inf if any of them is. Then follow up to 5 predictions, and whether each is correct
 COLUMNS = 5
 
 
@@ -129,12 +143,10 @@ class _Scorer:
         log_probability = logits.double().log_softmax(-1)  # [B, K]
         best = log_probability.topk(min(5, self.classes))
         right = self.right[torch.from_numpy(batch.index)].to(logits.device)  # [B, M]
-        given = log_probability.gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf)
+        log_right = log_probability.gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf)
         hits = (best.indices.unsqueeze(2) == right.unsqueeze(1)).any(2)  # [B, up to 5]
         index = torch.from_numpy(batch.index).to(logits.device)
-        columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -given.logsumexp(1), total)
-        row = torch.cat(
-            (torch.stack([column.double() for column in columns], 1), best.indices.double(), hits.double()), 1
-        )
-        readable = torch.from_numpy(~np.isin(batch.index, [index for index, _ in batch.bad]))
-        return row.cpu()[readable]
+        columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -log_right.logsumexp(1), total)
+        first = torch.stack([column.double() for column in columns], 1)  # [B, COLUMNS]
+        rows = torch.cat((first, best.indices.double(), hits.double()), 1)
+        return rows.cpu()[batch.readable]

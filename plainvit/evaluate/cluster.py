@@ -33,7 +33,7 @@ from plainvit.evaluate.predict import OutputBatches, PredictionJob, predict_loca
 from plainvit.evaluate.predictor import Predictor
 
 THREADS = 4  # per copy of the model on CPUs
-STEPS = 32  # batches per call on a GPU: each call starts the processes that decode
+BATCHES_PER_CALL = 32  # batches per call on a GPU: each call starts the processes that decode
 MAX_BLOCKS = 10_000  # largest number of tasks of a job
 # Environment of a cluster started here, read when Ray is imported. The last setting, meant for Windows and macOS, keeps
 # all ports on the loopback interface.
@@ -64,7 +64,7 @@ class Cluster:
             ModelActor,
             fn_constructor_args=(self.ray.put(work),),
             compute=data.ActorPoolStrategy(min_size=1, max_size=self.copies),
-            batch_size=STEPS if on_gpu else 1,
+            batch_size=BATCHES_PER_CALL if on_gpu else 1,
             num_cpus=self.cores,
             **({"num_gpus": 1} if on_gpu else {}),
         )
@@ -168,8 +168,10 @@ class Work:
         settings = {"device": device, "precision": precision, "preprocess": local.preprocess, "batch": local.batch}
         settings["class_names"] = local.class_names if job.top else None
         model = local.model if local.device == "cpu" else copy.deepcopy(local.model).cpu()
-        inputs = source.sources if isinstance(source, Inputs) else [source]
-        samples = [path for part in inputs for path in itertools.islice(filter(os.path.exists, part.files()), 1)]
+        samples: list[str] = []
+        for part in source.sources if isinstance(source, Inputs) else [source]:
+            existing = filter(os.path.exists, part.files())
+            samples += itertools.islice(existing, 1)
         return cls(model, settings, job.top, source, tuple(samples), workers)
 
     def open_job(self) -> PredictionJob:

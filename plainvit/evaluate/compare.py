@@ -1,4 +1,4 @@
-"""Compare cards with the first one: differences with intervals and p-values, and published results.
+"""Compare cards with the first one: differences with intervals and p-values.
 
     plainvit compare evaluations/vit evaluations/bit
 
@@ -23,8 +23,6 @@ from plainvit.config import Config, flatten
 from plainvit.disk import run_settings
 from plainvit.evaluate import seeds, statistics
 from plainvit.evaluate.card import Card, Rows, match_images, read_card, read_rows, settings_of
-from plainvit.evaluate.class_names import assign_classes
-from plainvit.weights.published import PUBLISHED
 
 UNITS = {**dict.fromkeys(("top1", "top5", "precision", "recall", "f1"), "%"), "ece": "points"}  # of fractions
 TITLES = {"top1": "top-1", "top5": "top-5", "nll": "NLL", "ece": "calibration error"}
@@ -100,7 +98,6 @@ def _describe(entry: Entry) -> dict[str, Any]:
         "unreadable": card.unreadable,
         "metrics": card.metrics,
         "intervals": card.intervals,
-        "published": published(card),
     }
 
 
@@ -115,14 +112,10 @@ def _list_remarks(a: Entry, b: Entry, shared: Shared) -> Iterator[str]:
     versions = [entry.card.environment.get("plainvit") for entry in (a, b)]
     if versions[0] != versions[1]:
         yield f"plainvit differs: {versions[0]} and {versions[1]}"
-    ours, theirs = (
-        np.unique(entry.rows.truth[rows].astype(str), return_inverse=True)[1]
-        for entry, rows in zip((a, b), shared, strict=True)
-    )
-    classes = assign_classes(ours, theirs)  # classes may have other names
-    differing = sum(classes.get(int(label)) != other for label, other in zip(ours, theirs, strict=True))
+    in_a, in_b = shared
+    differing = int((a.rows.truth[in_a] != b.rows.truth[in_b]).sum())
     if differing:
-        yield f"{differing:,} of the {len(ours):,} shared images have different labels"
+        yield f"{differing:,} of the {len(in_a):,} shared images have labels with different names"
 
 
 def compare_settings(a: Entry, b: Entry) -> dict[str, list[Any]]:
@@ -178,25 +171,20 @@ def _compare_means(differences: np.ndarray) -> dict[str, Any]:
     """The mean difference with its interval and the p-value of a z-test."""
     center, ends = float(differences.mean()), list(statistics.mean_interval(differences))
     error = (ends[1] - ends[0]) / 2 / statistics.Z
-    p = math.erfc(abs(center) / error / math.sqrt(2)) if error > 0 else math.nan if error else float(center == 0)
+    if error > 0:
+        p = math.erfc(abs(center) / error / math.sqrt(2))
+    elif error == 0:  # all differences are equal
+        p = 1.0 if center == 0 else 0.0
+    else:  # NaN: a single image
+        p = math.nan
     return {"difference": center, "interval": ends, "p": p}
-
-
-def published(card: Card) -> list[dict[str, Any]]:
-    """Published top-1 of these weights by timm, as a fraction."""
-    column = {"imagenet": "top1", "imagenet-real": "real"}.get(card.data["spec"], "")
-    return [
-        {"top1": getattr(entry, column) / 100, "source": "timm's results for these weights"}
-        for name, entry in PUBLISHED.items()
-        if column and getattr(entry, column) and card.name in (name, f"hf:{entry.hub}")
-    ]
 
 
 # Printing -------------------------------------------------------------------------------------------------------------
 
 
 def table(report: dict[str, Any]) -> Group:
-    """Groups of seeds, a row per card, differences and published results."""
+    """Groups of seeds, a row per card, and the differences."""
     rows, data, groups = report["cards"], report["data"], report["groups"]
     lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), correct is {data['rule']}", style="bold")]
     if groups:
@@ -206,8 +194,6 @@ def table(report: dict[str, Any]) -> Group:
         lines.append(Text("The differences of single runs are in --json.", style="dim"))
     else:
         lines += [line for row in rows[1:] for line in _describe_difference(row, rows[0])]
-    for row in rows:
-        lines += [Text(f"{row['name']}: {100 * peer['top1']:.2f} % in {peer['source']}") for peer in row["published"]]
     return Group(*lines)
 
 
@@ -253,15 +239,12 @@ def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Tex
     same = shared == row["images"] == first["images"]
     images = "the same images" if same else f"{shared:,} shared of {first['images']:,} and {row['images']:,} images"
     lines = [Text(f"{row['name']} - {first['name']}, on {images}:")]
-    for name in ("top1", "top5", "nll") if _has_many_classes([row]) else ("top1", "nll"):
+    for name in ("top1", "top5") if _has_many_classes([row]) else ("top1",):
         result = row["difference"][name]
-        scale, unit, digits = (1, "", 4) if name == "nll" else (100, " points", 2)
-        change, low, high = (f"{scale * value:+.{digits}f}" for value in (result["difference"], *result["interval"]))
-        interval = "no interval" if math.isnan(result["interval"][0]) else f"95 % {low} to {high}"
-        lines.append(Text(f"  {TITLES[name]} {change}{unit}, {interval}, {_describe_p(result['p'])}"))
-        if name != "nll":
-            counts = f"{row['name']}: {result['only_this']}, only in {first['name']}: {result['only_first']}"
-            lines.append(Text(f"    correct only in {counts}"))
+        lines.append(_describe_metric(name, result, scale=100, digits=2, unit=" points"))
+        counts = f"{row['name']}: {result['only_this']}, only in {first['name']}: {result['only_first']}"
+        lines.append(Text(f"    correct only in {counts}"))
+    lines.append(_describe_metric("nll", row["difference"]["nll"], scale=1, digits=4, unit=""))
     changes = [f"{key} {_format_setting(a)} -> {_format_setting(b)}" for key, (a, b) in row["settings"].items()]
     if changes:
         more = f", and {len(changes) - MAX_SETTINGS} more (--json)" if len(changes) > MAX_SETTINGS else ""
@@ -269,9 +252,15 @@ def _describe_difference(row: dict[str, Any], first: dict[str, Any]) -> list[Tex
     return lines + [Text(f"  {remark}", style="yellow") for remark in row["remarks"]]
 
 
+def _describe_metric(name: str, result: dict[str, Any], *, scale: int, digits: int, unit: str) -> Text:
+    change, low, high = (f"{scale * value:+.{digits}f}" for value in (result["difference"], *result["interval"]))
+    interval = "no interval" if math.isnan(result["interval"][0]) else f"95 % {low} to {high}"
+    return Text(f"  {TITLES[name]} {change}{unit}, {interval}, {_describe_p(result['p'])}")
+
+
 def _has_many_classes(rows: Sequence[dict[str, Any]]) -> bool:
     """Whether top-5 is worth showing."""
-    return any(row["classes"] > statistics.FEW for row in rows)
+    return any(row["classes"] > statistics.FEW_CLASSES for row in rows)
 
 
 def to_unit(name: str, value: float) -> str:
@@ -286,7 +275,9 @@ def _format(name: str, value: Any) -> str:
 
 
 def _format_setting(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else "none" if value in (None, "") else str(value)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "none" if value in (None, "") else str(value)
 
 
 def _describe_p(p: float) -> str:

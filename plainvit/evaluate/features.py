@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from plainvit.config import to_json
 from plainvit.data.content_hash import content_stamp
 from plainvit.data.decode import DataError
 from plainvit.data.loader import evaluation_batches
@@ -46,7 +44,6 @@ class Features:
     labels: Tensor  # [N]
     index: Tensor  # [N], positions in the source
     unreadable: int
-    key: str
     cached: bool = False  # read from disk, not computed
 
 
@@ -60,10 +57,9 @@ def extract(
     """Features of every image, read from or written to the folder `cache`, if given."""
     if cache:
         make_folder(cache)
-    key = features_key(predictor, source)
-    path = cache / f"{key}.safetensors" if cache else None
-    cached = _read(path, key) if path else None
-    result = cached or _compute(predictor, source, key, workers, quiet)
+    path = cache / f"{features_key(predictor, source)}.safetensors" if cache else None
+    cached = _read(path) if path else None
+    result = cached or _compute(predictor, source, workers, quiet)
     check_finite(result.features, lambda row: source.name(int(result.index[row])), "features")
     if path and not cached:
         _write(path, result)
@@ -74,27 +70,29 @@ def features_key(predictor: Predictor, source: Source) -> str:
     """Cache key: equal only for equal features."""
     settings: dict[str, Any] = {
         "schema": SCHEMA,
-        "weights": predictor.weights_hash,
-        "model": to_json(predictor.model.config),
+        "predictor": predictor.describe(),
         "data": source.fingerprint(),
         "content": content_stamp(source),
         "split": source.split,
-        "preprocess": to_json(predictor.preprocess),
-        "size": list(predictor.size),
-        "precision": str(predictor.dtype),
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _compute(predictor: Predictor, source: Source, key: str, workers: int | None, quiet: bool) -> Features:
+def _compute(predictor: Predictor, source: Source, workers: int | None, quiet: bool) -> Features:
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     unreadable, done = 0, 0
-    options: dict[str, Any] = {"size": predictor.size, "preprocess": predictor.preprocess, "device": predictor.device}
-    batches = evaluation_batches(source, batch=predictor.batch, workers=workers, **options)
+    batches = evaluation_batches(
+        source,
+        batch=predictor.batch,
+        size=predictor.size,
+        preprocess=predictor.preprocess,
+        workers=workers,
+        device=predictor.device,
+    )
     with Display(f"features of {source.spec} {source.split}".replace("  ", " "), len(source), quiet=quiet) as display:
         for batch in batches:
-            readable = torch.from_numpy(~np.isin(batch.index, [index for index, _ in batch.bad]))
-            if bool(readable.any()):
+            readable = batch.readable
+            if readable.any():
                 features = predictor.features(batch.images[readable]).cpu()
                 parts.append((features, batch.labels.cpu()[readable], torch.from_numpy(batch.index)[readable]))
             unreadable, done = unreadable + len(batch.bad), done + len(readable)
@@ -102,16 +100,16 @@ def _compute(predictor: Predictor, source: Source, key: str, workers: int | None
     if not parts:
         raise DataError(f"no image of the {source.split} split of {source.spec} can be read")
     features, labels, index = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return Features(features.contiguous(), labels, index, unreadable, key)
+    return Features(features.contiguous(), labels, index, unreadable)
 
 
 def _write(path: Path, result: Features) -> None:
     tensors = {"features": result.features, "labels": result.labels, "index": result.index}
-    about = {"plainvit": json.dumps({"key": result.key, "unreadable": result.unreadable, "hash": tensor_hash(tensors)})}
+    about = {"plainvit": json.dumps({"unreadable": result.unreadable, "hash": tensor_hash(tensors)})}
     write_atomically(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, about))
 
 
-def _read(path: Path, key: str) -> Features | None:
+def _read(path: Path) -> Features | None:
     """Cached features; None if the file is absent or damaged."""
     if not path.is_file():
         return None
@@ -119,9 +117,9 @@ def _read(path: Path, key: str) -> Features | None:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {})["plainvit"])
             tensors = {name: file.get_tensor(name) for name in ("features", "labels", "index")}
-        if about["key"] != key or about["hash"] != tensor_hash(tensors):
+        if about["hash"] != tensor_hash(tensors):
             raise ValueError("its checksum does not match")
-        return Features(**tensors, unreadable=int(about["unreadable"]), key=key, cached=True)
+        return Features(**tensors, unreadable=int(about["unreadable"]), cached=True)
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
         log.warning("%s is damaged (%s): features are computed again", path, first_line(error))
         return None

@@ -17,7 +17,7 @@ from torch import Tensor
 from plainvit.config import ViTConfig, to_json
 from plainvit.models import Trace, create
 from plainvit.planning import cost
-from plainvit.weights.files import CHECKSUM
+from plainvit.weights.files import CHECKSUM, Tensors
 from plainvit.weights.layout import DetectedModel, locate
 from plainvit.weights.pixels import GIVEN, find_source
 from plainvit.weights.reading import inspect_weights
@@ -31,10 +31,9 @@ def describe_weights(source: str | Path, **hints: Any) -> dict[str, Any]:
     settings = {key: value for key, value in to_json(detected.config).items() if key not in ("kind", "init", "stem")}
     if isinstance(detected.config, ViTConfig) and detected.config.stem:
         settings["stem"] = {key: value for key, value in to_json(detected.config.stem).items() if key != "kind"}
-    unprotected = "plainvit" in tensors.metadata and CHECKSUM not in tensors.metadata
-    notes = detected.notes + ["the file has no checksum, so damage cannot be detected"] * unprotected
-    head = locate(detected.layout, "head.weight")
-    name = head.names[0] if head and head.names[0] in tensors.shapes else None
+    notes = list(detected.notes)
+    if "plainvit" in tensors.metadata and CHECKSUM not in tensors.metadata:
+        notes.append("the file has no checksum, so damage cannot be detected")
     sources = {key: detected.sources.get(key, detected.default) for key in settings}
     sources["std"] = find_source(detected, "std")
     for key in {"dropout", "stochastic_depth"} & settings.keys():
@@ -43,13 +42,20 @@ def describe_weights(source: str | Path, **hints: Any) -> dict[str, Any]:
         "source": str(source),
         "family": detected.family,
         "parameters": cost.parameters(detected.config),
-        "head": "none" if name is None else "trained" if tensors.read(name).any() else "all zeros: features only",
+        "head": _describe_head(detected, tensors),
         "settings": settings,
         "preprocess": asdict(detected.preprocess),
         "class_names": list(detected.class_names),
         "sources": sources | {"preprocess": _preprocess_source(detected)},
         "notes": notes,
     }
+
+
+def _describe_head(detected: DetectedModel, tensors: Tensors) -> str:
+    head = locate(detected.layout, "head.weight")
+    if not head or head.names[0] not in tensors.shapes:
+        return "none"
+    return "trained" if tensors.read(head.names[0]).any() else "all zeros: features only"
 
 
 def _preprocess_source(detected: DetectedModel) -> str:
@@ -68,9 +74,8 @@ def weights_table(described: dict[str, Any]) -> Group:
     prepared = ", ".join(f"{key} {value}" for key, value in described["preprocess"].items())
     shown.add_row("preprocess", prepared, described["sources"]["preprocess"])
     names = described["class_names"]
-    shown.add_row(
-        "class names", f"{len(names)}: {', '.join(names[:3])}{' ...' * (len(names) > 3)}" if names else "none", ""
-    )
+    shown_names = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+    shown.add_row("class names", f"{len(names)}: {shown_names}" if names else "none", "")
     title = f"{described['family']}, {described['parameters']:,} parameters, head: {described['head']}"
     heading = Text.assemble((described["source"], "bold"), f": {title}\n")
     return Group(heading, shown, *(f"note: {note}" for note in described["notes"]))

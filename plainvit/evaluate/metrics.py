@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plainvit.evaluate.statistics import FEW, describe_confidence, mean_interval, wilson
+from plainvit.evaluate.statistics import FEW_CLASSES, describe_confidence, mean_interval, wilson
 
 MOST_CONFUSED = 1000  # largest number of classes with a stored confusion matrix
 BINS = 15  # of the calibration error
@@ -95,7 +95,7 @@ class Result:
 
     def numbers(self) -> dict[str, float]:
         """The metrics of one line while training."""
-        top5 = {"top5": self.top5} if self.classes > FEW else {}
+        top5 = {"top5": self.top5} if self.classes > FEW_CLASSES else {}
         return {"top1": self.top1, **top5, "nll": float(self.nll.mean())}
 
     def summary(self) -> dict[str, Any]:

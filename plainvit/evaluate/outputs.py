@@ -26,7 +26,7 @@ from plainvit.data.columns import map_file, write_table
 from plainvit.data.decode import DataError
 from plainvit.disk import make_folder, read_json, write_atomically, write_text
 
-FORMULAS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # first characters; the last four are full-width = + - @
+FORMULA_STARTS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # first characters; the last four are full-width = + - @
 NUMBER = r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"
 
 
@@ -38,18 +38,18 @@ class Parts:
     ) -> None:
         if out.exists() and not force:
             raise ValueError(f"{out} exists: use --force to overwrite it, or give another --out")
-        self.out, self.folder, self.force = out, out.with_name(f"{out.name}.parts"), force
+        self.out, self.folder = out, out.with_name(f"{out.name}.parts")
         self.steps, self.per_part = -(-images // batch), -(-part // batch)  # batches, all and of a part
         self._unwritten: dict[int, dict[int, pa.Table]] = {}
-        self._open_folder({**job, "batch": batch, "part": self.per_part * batch})
+        self._open_folder({**job, "batch": batch, "part": self.per_part * batch}, force)
         self.done = {part for part in range(self.count) if self._is_complete(part)}
 
-    def _open_folder(self, job: dict[str, Any]) -> None:
+    def _open_folder(self, job: dict[str, Any], force: bool) -> None:
         """Keeps the finished parts of the same job; deletes those of another job with force, else raises ValueError."""
         make_folder(self.folder)
         stored, parts = read_json(self.folder / "job.json"), list(self.folder.glob("part-*.parquet"))
         changed = [key for key in job if job[key] != stored.get(key)]
-        if stored and changed and parts and not self.force:
+        if stored and changed and parts and not force:
             raise ValueError(
                 f"{self.folder} contains {len(parts)} parts of another job (different: {', '.join(changed)}): "
                 "use --force to start over, or give another --out"
@@ -86,8 +86,6 @@ class Parts:
     def finish(self) -> None:
         """Writes the output and deletes the parts."""
         write = WRITERS[self.out.suffix.lower()]
-        if self.out.exists() and not self.force:
-            raise ValueError(f"{self.out} was written by another process: run again with --force or another --out")
         write_atomically(self.out, lambda path: write(path, self.tables()))
         for path in (*self.folder.glob("part-*.parquet"), self.folder / "job.json"):
             path.unlink(missing_ok=True)  # parts first: they are useless without job.json
@@ -117,16 +115,21 @@ def _write_csv(path: Path, tables: Iterator[pa.Table]) -> None:
     """name, label_1, probability_1, label_2 ..., error."""
     first = next(tables)
     top = int((first.schema.metadata or {})[b"top"])
-    pairs = [f"{title}_{rank}" for rank in range(1, top + 1) for title in ("label", "probability")]
+    header = ["name"]
+    for rank in range(1, top + 1):
+        header += [f"label_{rank}", f"probability_{rank}"]
     with path.open("w", encoding="utf-8", newline="") as file:
-        write_rows(file, [["name", *pairs, "error"]])
+        write_rows(file, [[*header, "error"]])
         for table in itertools.chain([first], tables):
-            write_rows(file, (_make_cells(row, 2 * top) for row in table.to_pylist()))
+            write_rows(file, (_make_cells(row, top) for row in table.to_pylist()))
 
 
-def _make_cells(row: dict[str, Any], width: int) -> list[Any]:
-    pairs = [cell for prediction in row["predictions"] for cell in (prediction["label"], prediction["probability"])]
-    return [row["name"], *pairs, *[""] * (width - len(pairs)), row["error"] or ""]
+def _make_cells(row: dict[str, Any], top: int) -> list[Any]:
+    cells = [row["name"]]
+    for prediction in row["predictions"]:
+        cells += [prediction["label"], prediction["probability"]]
+    empty = [""] * 2 * (top - len(row["predictions"]))
+    return [*cells, *empty, row["error"] or ""]
 
 
 def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
@@ -137,7 +140,7 @@ def write_rows(file: TextIO, rows: Iterable[Sequence[Any]]) -> None:
 
 def _escape_formula(cell: Any) -> Any:
     """Prefixes text that a spreadsheet would run as a formula (OWASP, CSV injection)."""
-    formula = isinstance(cell, str) and cell.startswith(FORMULAS) and not re.fullmatch(NUMBER, cell)
+    formula = isinstance(cell, str) and cell.startswith(FORMULA_STARTS) and not re.fullmatch(NUMBER, cell)
     return f"'{cell}" if formula else cell
 
 
@@ -168,15 +171,17 @@ WRITERS: dict[str, Callable[[Path, Iterator[pa.Table]], None]] = {
     ".parquet": _write_parquet,
     ".npz": _write_npz,
 }
-ROWS, FEATURES = (".jsonl", ".csv", ".parquet"), (".parquet", ".npz")
+ROW_FORMATS, FEATURE_FORMATS = (".jsonl", ".csv", ".parquet"), (".parquet", ".npz")
 
 
 def check_out(out: Path, allowed: Sequence[str]) -> None:
     """Raises ValueError if the output cannot be written, before any work."""
     if out.suffix.lower() not in allowed:
         raise ValueError(f"cannot write {out}: its name must end in {' or '.join(allowed)}")
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"cannot write {out}: {'it is' if out.is_dir() else f'{out.parent} is not'} a folder")
+    if out.is_dir():
+        raise ValueError(f"cannot write {out}: it is a folder")
+    if not out.parent.is_dir():
+        raise ValueError(f"cannot write {out}: {out.parent} is not a folder")
 
 
 def summarize(tables: Iterator[pa.Table], keep: np.ndarray) -> tuple[tuple[int, int, str], list[dict[str, Any]]]:

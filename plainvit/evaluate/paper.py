@@ -64,16 +64,18 @@ def add_cards(paper: PaperTable, paths: Sequence[Path]) -> PaperTable:
         init = str(Path(settings_of(path, card).get("init") or card.name))
         by_model.setdefault(init, {}).setdefault(spec, []).append(100 * card.metrics["top1"])
     names = Counter(Path(init).name for init in by_model)
-    specs = paper.columns.values()
     rows = []
-    for init, sets in by_model.items():
+    for init, results in by_model.items():
         name = Path(init).name if names[Path(init).name] == 1 else init
-        rows.append((f"yours: {name}", [_summarize(sets.get(spec, [])) for spec in specs]))
+        rows.append((f"yours: {name}", [_summarize(results.get(spec, [])) for spec in paper.columns.values()]))
     return replace(paper, rows=[*paper.rows, *rows])
 
 
 def _summarize(values: list[float]) -> Cell:
-    return [statistics.fmean(values), statistics.stdev(values)] if len(values) > 1 else values[0] if values else None
+    """The mean and standard deviation of several values, a single value, or None without any."""
+    if len(values) > 1:
+        return [statistics.fmean(values), statistics.stdev(values)]
+    return values[0] if values else None
 
 
 def render(paper: PaperTable) -> Group:

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from plainvit import __version__
-from plainvit.config import to_json
 from plainvit.data.loader import Batch, evaluation_batches
 from plainvit.data.sources import Source, Subset
 from plainvit.disk import run_folder
-from plainvit.evaluate.outputs import FEATURES, ROWS, Parts, check_out, summarize
+from plainvit.evaluate.outputs import FEATURE_FORMATS, ROW_FORMATS, Parts, check_out, summarize
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.runtime.display import Display
@@ -69,7 +68,7 @@ class PredictionJob:
         best = outputs.softmax(-1).topk(self.top)
         return _copy_to_host(finite, best.values, best.indices)
 
-    def rows(self, output: "PendingOutput", names: list[str], errors: list[str | None]) -> pa.Table:
+    def make_table(self, output: "PendingOutput", names: list[str], errors: list[str | None]) -> pa.Table:
         """One row per image: name, predictions or features, error."""
         finite, *outputs = output.wait()
         pairs = zip(errors, finite.tolist(), strict=True)
@@ -98,18 +97,13 @@ class PredictionJob:
 
     def describe(self, source: Source) -> dict[str, Any]:
         """Everything that the rows depend on, except the batch size, which changes at most the last digits."""
-        predictor = self.predictor
         return {
             "plainvit": __version__,
-            "model": predictor.weights_hash,
-            "config": to_json(predictor.model.config),
-            "class names": list(predictor.class_names) if self.top else [],
+            **self.predictor.describe(),
+            "class names": list(self.predictor.class_names) if self.top else [],
             "inputs": source.fingerprint(),
             "images": len(source),
             "top": self.top,
-            "precision": str(predictor.dtype).removeprefix("torch."),
-            "preprocess": to_json(predictor.preprocess),
-            "image size": list(predictor.size),
         }
 
 
@@ -177,7 +171,7 @@ def predict_batches(job: PredictionJob, source: Source, index: np.ndarray, batch
         positions, bad = index[batch.index], dict(batch.bad)
         names = [source.name(position) for position in positions.tolist()]
         errors = [bad.get(position) for position in batch.index.tolist()]
-        yield int(positions[0]) // job.batch, job.rows(output, names, errors)
+        yield int(positions[0]) // job.batch, job.make_table(output, names, errors)
 
 
 # The job --------------------------------------------------------------------------------------------------------------
@@ -233,7 +227,7 @@ def write(
 
     Also returns the rows at the positions in `keep`.
     """
-    check_out(out, ROWS if job.top else FEATURES)
+    check_out(out, ROW_FORMATS if job.top else FEATURE_FORMATS)
     start, size = time.monotonic(), job.batch
     parts = Parts(out, job.describe(source), images=len(source), batch=size, part=part, force=force)
     missing = parts.missing()
@@ -249,7 +243,7 @@ def write(
     return Summary(str(out), *counts, len(source) - todo, time.monotonic() - start), kept
 
 
-def rows(job: PredictionJob, source: Source, *, engine: Engine = predict_locally) -> Iterator[dict[str, Any]]:
+def predict_rows(job: PredictionJob, source: Source, *, engine: Engine = predict_locally) -> Iterator[dict[str, Any]]:
     """Yields the rows of all images in order, without a file."""
     waiting: dict[int, pa.Table] = {}
     next_step = 0

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from plainvit.config import Preprocess
+from plainvit.config import Preprocess, to_json
 from plainvit.data.decode import ImageError, to_pixels
 from plainvit.data.transforms import as_floats, preprocess_image
 from plainvit.device import choose_device, choose_precision
@@ -111,6 +111,16 @@ class Predictor:
         from plainvit.runtime.checkpoint import tensor_hash  # loads FSDP, which takes another half
 
         return tensor_hash(self.model.state_dict())[:16]
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that the outputs depend on, except the images and the last digits."""
+        return {
+            "weights": self.weights_hash,
+            "config": to_json(self.model.config),
+            "preprocess": to_json(self.preprocess),
+            "image_size": list(self.size),
+            "precision": str(self.dtype).removeprefix("torch."),
+        }
 
     def load_image(self, image: ImageLike) -> Tensor:
         """Preprocesses one image to [3, H, W].

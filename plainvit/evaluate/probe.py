@@ -1,6 +1,6 @@
 """Probes of features [N, D] with labels: few-shot least squares, nearest neighbors, logistic regression.
 
-    solve(features, labels, classes, l2=1024).predict(others)
+    least_squares(features, labels, classes, l2=1024).predict(others)
     neighbors(features, labels, classes, others, ks=(1, 20))
     logistic(features, labels, classes, l2=1e-3).predict(others)
 
@@ -25,8 +25,8 @@ BIAS = 100.0  # the constant feature: large, so that its weight is hardly regula
 STD_EPS = 1e-5
 TEMPERATURE = 0.07  # DINO's
 KS = (1, 5, 10, 20, 100, 200)
-ROWS = 4096  # of features at once
-STEPS = 500  # of the optimizer at most
+BLOCK_ROWS = 4096  # of features at once
+MAX_ITERATIONS = 500  # of the optimizer at most
 
 
 @dataclass
@@ -41,12 +41,12 @@ class LinearClassifier:
 
     def scores(self, features: Tensor) -> Tensor:
         """[M, K]."""
-        return standardise(features, self.mean, self.std) @ self.weights + self.bias
+        return standardize(features, self.mean, self.std) @ self.weights + self.bias
 
     def predict(self, features: Tensor) -> Tensor:
         """[M] classes."""
-        check_finite(features, "row {}".format, "features")
-        return torch.cat([self.scores(part).argmax(1) for part in features.split(ROWS)])
+        _check_features(features)
+        return torch.cat([self.scores(part).argmax(1) for part in features.split(BLOCK_ROWS)])
 
 
 def moments(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,8 +55,13 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std + STD_EPS
 
 
-def standardise(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def standardize(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (features.double() - mean) / std
+
+
+def _check_features(features: Tensor) -> None:
+    """Raises NonFiniteError if any feature is NaN or Inf."""
+    check_finite(features, "row {}".format, "features")
 
 
 # Few-shot -------------------------------------------------------------------------------------------------------------
@@ -72,19 +77,19 @@ def draw_shots(labels: np.ndarray, classes: int, shots: Sequence[int], seed: int
     return {count: np.concatenate([positions[:count] for positions in members]) for count in shots}
 
 
-def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> LinearClassifier:
+def least_squares(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> LinearClassifier:
     """Least squares onto {-1, 1}, penalized by l2 times the squared weights.
 
     Standardized features are centered, so big_vision's constant feature is orthogonal to them. Its weight is solved
     separately, so that its square, N x 10^4, does not harm the conditioning.
     """
-    _check(features, labels, classes)
+    _check_features(features)
     mean, std = moments(features)
     width = features.shape[1]
     gram = l2 * torch.eye(width, dtype=torch.float64)
     sums = torch.zeros(classes, width, dtype=torch.float64)
-    for part, part_labels in zip(features.split(ROWS), labels.split(ROWS), strict=True):
-        rows = standardise(part, mean, std)
+    for part, part_labels in zip(features.split(BLOCK_ROWS), labels.split(BLOCK_ROWS), strict=True):
+        rows = standardize(part, mean, std)
         gram.addmm_(rows.T, rows)
         sums.index_add_(0, part_labels, rows)
     cross = (2 * sums - sums.sum(0)).T  # X'Y for Y = 2 onehot - 1
@@ -93,41 +98,27 @@ def solve(features: Tensor, labels: Tensor, classes: int, l2: float = L2) -> Lin
     return LinearClassifier(mean, std, torch.linalg.solve(gram, cross), bias)
 
 
-# Nearest neighbors ---------------------------------------------------------------------------------------------------
+# Nearest neighbors ----------------------------------------------------------------------------------------------------
 
 
 def neighbors(features: Tensor, labels: Tensor, classes: int, others: Tensor, ks: Sequence[int]) -> dict[int, Tensor]:
     """Predicted classes for each k, by cosine similarity: a neighbor has exp(cosine / TEMPERATURE) votes.
 
-    Ties go to the earlier image and to the lower class. A zero vector has cosine 0 to all others.
+    With equal votes the lower class wins. A zero vector has cosine 0 to all others.
     """
-    _check(features, labels, classes)
-    check_finite(others, "row {}".format, "features")
-    if not ks or min(ks) < 1 or max(ks) > len(features):
-        given = ", ".join(map(str, ks)) or "none"
-        raise ValueError(f"k must be between 1 and the {len(features):,} training images, got {given}")
+    _check_features(features)
+    _check_features(others)
     bank = F.normalize(features, dim=1)
     predicted: dict[int, list[Tensor]] = {k: [] for k in ks}
     size = max(min(2**25 // len(features), 1024), 1)  # 128 MB of fp32 cosines at once
     for queries in others.split(size):
         cosines = F.normalize(queries, dim=1) @ bank.T  # [M, N]
-        values, positions = _find_nearest(cosines, max(ks))
+        values, positions = cosines.topk(max(ks))
         nearest, weights = labels[positions], ((values - values[:, :1]) / TEMPERATURE).exp()
         for k in predicted:
             votes = torch.zeros(len(nearest), classes, dtype=weights.dtype)
             predicted[k].append(votes.scatter_add_(1, nearest[:, :k], weights[:, :k]).argmax(1))
     return {k: torch.cat(columns) for k, columns in predicted.items()}
-
-
-def _find_nearest(cosines: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row [M, k] in descending order, ties by position; topk does not define their order."""
-    values, positions = cosines.topk(k)
-    tied = (cosines >= values[:, -1:]).sum(1) > k
-    tied |= (values[:, 1:] == values[:, :-1]).any(1)
-    if tied.any():
-        order = cosines[tied].sort(dim=1, descending=True, stable=True)
-        values[tied], positions[tied] = order.values[:, :k], order.indices[:, :k]
-    return values, positions
 
 
 # Linear probe ---------------------------------------------------------------------------------------------------------
@@ -147,13 +138,11 @@ def logistic(
     scikit-learn's LogisticRegression with C = 1 / (l2 N) has the same minimum on standardized features.
     `converged`: no element of the gradient exceeds 2 * tolerance.
     """
-    _check(features, labels, classes)
-    if l2 < 0:
-        raise ValueError(f"l2 must be at least 0, got {l2:g}")
+    _check_features(features)
     mean, std = moments(features)
     weights = start.weights.clone() if start else torch.zeros(features.shape[1], classes, dtype=torch.float64)
     bias = start.bias.clone() if start else torch.zeros(classes, dtype=torch.float64)
-    rows = standardise(features, mean, std)
+    rows = standardize(features, mean, std)
 
     def objective() -> Tensor:
         loss, weights.grad, bias.grad = _cross_entropy(rows, labels, weights, bias)
@@ -162,8 +151,8 @@ def logistic(
 
     optimizer = torch.optim.LBFGS(
         (weights, bias),
-        max_iter=STEPS,
-        max_eval=2 * STEPS,
+        max_iter=MAX_ITERATIONS,
+        max_eval=2 * MAX_ITERATIONS,
         tolerance_grad=tolerance,
         tolerance_change=0.0,
         history_size=20,
@@ -179,7 +168,7 @@ def _cross_entropy(rows: Tensor, labels: Tensor, weights: Tensor, bias: Tensor) 
     """The mean loss and its gradients, in blocks: never a full [N, K] matrix."""
     loss = torch.zeros((), dtype=torch.float64)
     weights_grad, bias_grad = torch.zeros_like(weights), torch.zeros_like(bias)
-    for part, part_labels in zip(rows.split(ROWS), labels.split(ROWS), strict=True):
+    for part, part_labels in zip(rows.split(BLOCK_ROWS), labels.split(BLOCK_ROWS), strict=True):
         log_probability = F.log_softmax(torch.addmm(bias, part, weights), 1)
         loss += F.nll_loss(log_probability, part_labels, reduction="sum")
         error = log_probability.exp_()
@@ -198,7 +187,7 @@ def search_logistic(
     """
     if len(l2s) == 1:
         return logistic(features, labels, classes, l2s[0]), l2s[0], {}
-    fitted, held_out = _hold_out(labels.numpy(), classes)
+    fitted, held_out = _stratified_split(labels.numpy(), classes)
     tried: dict[float, float] = {}
     fits: dict[float, LinearClassifier] = {}
     last: LinearClassifier | None = None
@@ -209,7 +198,7 @@ def search_logistic(
     return logistic(features, labels, classes, best, start=fits[best]), best, tried
 
 
-def _hold_out(labels: np.ndarray, classes: int) -> tuple[Tensor, Tensor]:
+def _stratified_split(labels: np.ndarray, classes: int) -> tuple[Tensor, Tensor]:
     """Positions of the rest and of the held-out fifth of each class, at least one image of a class with two."""
     generator, held_out = np.random.default_rng(0), []
     for label in range(classes):
@@ -219,11 +208,3 @@ def _hold_out(labels: np.ndarray, classes: int) -> tuple[Tensor, Tensor]:
     if not len(chosen):
         raise ValueError("no class has two training images, so --linear-l2 cannot be chosen: give a single value")
     return torch.from_numpy(np.setdiff1d(np.arange(len(labels)), chosen)), torch.from_numpy(chosen)
-
-
-def _check(features: Tensor, labels: Tensor, classes: int) -> None:
-    if features.ndim != 2 or len(features) != len(labels) or not len(features):
-        raise ValueError(f"features must be [N, D] with N labels, got {tuple(features.shape)} and {len(labels)} labels")
-    if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise ValueError(f"labels must be from 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
-    check_finite(features, "row {}".format, "features")

@@ -24,10 +24,9 @@ from rich.text import Text
 from torch import Tensor
 
 from plainvit import __version__
-from plainvit.config import Probes, to_json
+from plainvit.config import Probes
 from plainvit.data.decode import DataError
-from plainvit.data.order import permutation
-from plainvit.data.sources import MissingSplitError, Source, Subset, open_source
+from plainvit.data.sources import MissingSplitError, Source, open_source
 from plainvit.data.splits import hold_out
 from plainvit.evaluate import probe
 from plainvit.evaluate.features import Features, extract
@@ -87,7 +86,8 @@ def few_shot(pair: Pair, settings: Probes) -> dict[str, Any]:
     for seed in range(settings.seeds):
         for shots, positions in probe.draw_shots(labels, pair.classes, settings.shots, seed).items():
             support = torch.from_numpy(positions)
-            fitted = probe.solve(pair.train.features[support], pair.train.labels[support], pair.classes, settings.l2)
+            features, targets = pair.train.features[support], pair.train.labels[support]
+            fitted = probe.least_squares(features, targets, pair.classes, settings.l2)
             top1s[shots].append(accuracy(fitted.predict(pair.test.features), pair.test.labels))
     counts = np.bincount(labels, minlength=pair.classes)
     return {
@@ -130,10 +130,8 @@ def accuracy(predicted: Tensor, labels: Tensor) -> float:
 
 def open_pair(spec: str, split: str, data_root: str | Path | None, settings: Probes) -> tuple[Source, Source]:
     """The images to fit probes on and to test them on; a folder without splits holds out a part of each class."""
-    train, test = open_source(spec, "train", data_root=data_root), None
-    for name in (split, "val"):
-        with contextlib.suppress(MissingSplitError):
-            test = test or open_source(spec, name, data_root=data_root)
+    train = open_source(spec, "train", data_root=data_root)
+    test = _open_first(spec, (split, "val"), data_root)
     if test is None:
         if np.bincount(train.labels[train.labels >= 0], minlength=1).max() < 2:
             raise DataError(f"{spec} has no {split} images, and no class with two images to hold one out: add images")
@@ -149,17 +147,17 @@ def open_pair(spec: str, split: str, data_root: str | Path | None, settings: Pro
     if len(untrained):
         name = train.classes[untrained[0]]
         raise DataError(f"{spec} has no training image of the class {name!r}, which its {split} split has")
-    train = _limit_classes(train, settings.per_class) if settings.per_class else train
     if settings.k and max(settings.k) > len(train):
         raise ValueError(f"--k {max(settings.k)} is above the {len(train):,} training images of {spec}")
     return train, test
 
 
-def _limit_classes(source: Source, count: int) -> Source:
-    """At most `count` images of each class, the same ones each time."""
-    members = [np.flatnonzero(source.labels == label) for label in range(len(source.classes))]
-    chosen = [positions[permutation(0, label, len(positions))[:count]] for label, positions in enumerate(members)]
-    return Subset(source, np.sort(np.concatenate(chosen)))
+def _open_first(spec: str, splits: Sequence[str], data_root: str | Path | None) -> Source | None:
+    """The first of these splits that the data has, if any."""
+    for split in splits:
+        with contextlib.suppress(MissingSplitError):
+            return open_source(spec, split, data_root=data_root)
+    return None
 
 
 def _describe(predictor: Predictor, spec: str, train: Source, test: Source, pair: Pair) -> dict[str, Any]:
@@ -167,10 +165,7 @@ def _describe(predictor: Predictor, spec: str, train: Source, test: Source, pair
         "kind": "probe",
         "plainvit": __version__,
         "model": str(predictor.source),
-        "weights": predictor.weights_hash,
-        "image_size": list(predictor.size),
-        "preprocess": to_json(predictor.preprocess),
-        "precision": str(predictor.dtype).removeprefix("torch."),
+        **predictor.describe(),
         "width": pair.test.features.shape[1],
         "data": spec,
         "split": test.split,
@@ -209,7 +204,8 @@ def _list_cells(results: Mapping[str, Any]) -> dict[str, str]:
         few = f" ({result['classes_with_fewer']} classes have fewer)" if result["classes_with_fewer"] else ""
         cells[f"{shots} per class"] = f"{100 * result['top1']:.2f} ± {100 * result['sd']:.2f}{few}"
     cells |= {f"k-NN, k = {k}": f"{100 * top1:.2f}" for k, top1 in results.get("knn", {}).items()}
-    if linear := results.get("linear"):
+    linear = results.get("linear")
+    if linear:
         remark = "" if linear["converged"] else ", not converged"
         cells["linear"] = f"{100 * linear['top1']:.2f} (l2 {linear['l2']:g}{remark})"
     return cells

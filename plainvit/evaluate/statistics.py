@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
-DRAWS = 10_000  # of the bootstrap
+RESAMPLES = 10_000  # of the bootstrap
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
-FEW = 9  # up to so many classes top-5 is nearly always right and not reported
+FEW_CLASSES = 9  # up to so many, top-5 is nearly always right and not reported
 
 
 def wilson(right: float, images: int) -> tuple[float, float]:
@@ -32,8 +32,9 @@ def wilson(right: float, images: int) -> tuple[float, float]:
 def describe_accuracy(right: int, images: int, majority_accuracy: float | None = None) -> list[str]:
     """Accuracy with its interval and that of the most frequent class; a second line if it is no better than that."""
     low, high = wilson(right, images)
-    ends = (f"{100 * end:.{0 if images < 1000 else 1}f}" for end in (low, high))
-    summary = f"{right:,} of {images:,} correct, {100 * right / images:.2f} % (95 % interval {'-'.join(ends)} %)"
+    digits = 0 if images < 1000 else 1
+    interval = f"{100 * low:.{digits}f}-{100 * high:.{digits}f} %"
+    summary = f"{right:,} of {images:,} correct, {100 * right / images:.2f} % (95 % interval {interval})"
     if majority_accuracy is None:
         return [summary]
     lines = [f"{summary}; always predicting the most frequent class: {100 * majority_accuracy:.3g} %"]
@@ -48,7 +49,7 @@ def describe_confidence(confidence: float, right: int, images: int) -> str:
     values = f"mean confidence {100 * confidence:.0f} %, accuracy {100 * right / images:.0f} %"
     if low <= confidence <= high:
         return f"{values}: no significant difference for {images:,} images"
-    return f"{values}: {'overconfident' if confidence > high else 'underconfident'}"
+    return f"{values}: overconfident" if confidence > high else f"{values}: underconfident"
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
@@ -64,7 +65,7 @@ def paired_bootstrap(only_a: int, only_b: int, images: int) -> tuple[float, floa
     The difference of an image is -1, 0 or 1, so resampling images is a multinomial draw of three counts.
     """
     fractions = np.array([only_a, only_b, images - only_a - only_b]) / images
-    drawn = np.random.default_rng(0).multinomial(images, fractions, DRAWS)
+    drawn = np.random.default_rng(0).multinomial(images, fractions, RESAMPLES)
     low, high = np.quantile((drawn[:, 1] - drawn[:, 0]) / images, (0.025, 0.975))
     return float(low), float(high)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from plainvit.data.decode import ImageError, size
+from plainvit.data.decode import ImageError, get_image_size
 
 CURL_DEFAULT = "application/x-www-form-urlencoded"  # the content type of `curl --data-binary` for any file
 CONTENT_TYPES = ("multipart/form-data", "application/json", "application/octet-stream", CURL_DEFAULT, "")
@@ -55,7 +55,7 @@ def check_photo(photo: bytes, max_pixels: int) -> None:
     if photo[:2] == b"\xff\xd8" and photo.count(b"\xff\xda") > MAX_SCANS:
         raise ImageError(f"the JPEG has more than {MAX_SCANS} scans")
     try:
-        height, width = size(photo)
+        height, width = get_image_size(photo)
     except ImageError as error:
         raise (SizeError if "limit" in str(error) else ImageError)(str(error)) from error
     if height * width > max_pixels:

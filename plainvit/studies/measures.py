@@ -40,7 +40,7 @@ def overfitting(config: Config, folder: Path) -> dict[str, float]:
 
 
 def _top1(predictor: Predictor, source: Source) -> float:
-    return classify(predictor, EvaluationSet(source, predictor.size, predictor.preprocess, keep=False)).top1
+    return classify(predictor, EvaluationSet(source, predictor.size, predictor.preprocess)).top1
 
 
 def limit_images(source: Source, most: int) -> Source:

@@ -63,6 +63,6 @@ def check_inputs(config: Config, splits: Splits, folder: Folder, *, force: bool)
         return
     if "init" in data and data["init"] != hash_init(config):
         raise ValueError(f"{config.init} changed since {folder.path} started from it: give --force to resume")
-    if {key: data[key] for key in data if key not in ("init", "loading")} != splits.describe:
+    if {key: data[key] for key in data if key not in ("init", "loading")} != splits.description:
         what = "classes" if data.get("classes") != list(splits.classes) else "images"
         raise DataError(f"the {what} of {config.data} changed since {folder.path} started: give --force to resume")

@@ -89,7 +89,7 @@ def fit(
         with raise_lost_peer(world):
             with show_activity(f"reading the list of images of {config.data}", quiet=quiet or not world.is_main):
                 config, splits = world.run_on_all_ranks(
-                    lambda: open_run(config, options), lambda both: default_name(both[0]) + str(both[1].describe)
+                    lambda: open_run(config, options), lambda both: default_name(both[0]) + str(both[1].description)
                 )
             if search:
                 check_search(config)
@@ -200,7 +200,7 @@ def name_model(model: Model) -> str:
 def write_start(run: Training, splits: Splits) -> None:
     """The data, config, environment and status of the run, before its first step."""
     folder, config = run.folder, run.config
-    data = splits.describe | {"loading": run.loader.mode}
+    data = splits.description | {"loading": run.loader.mode}
     if config.init:
         data["init"] = hash_init(config)
     folder.write("data.json", data)
