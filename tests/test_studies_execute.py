@@ -1,6 +1,7 @@
 """Running a study: order and seeds of the arms, extension of rates, edited weights, verdicts kept as history."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from plainvit.data.decode import DataError
 from plainvit.studies import execute, report, transfer
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.execute import NoDeviceError, Settings
-from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time
+from plainvit.studies.queue import Workers
 from plainvit.studies.registry import studies
-from plainvit.studies.runs import Workers
+from plainvit.studies.runs import Ledger
 from plainvit.studies.study import Arm, Study, families_at_edge
 from plainvit.studies.verdict import fact
 from plainvit.train.run import fit
@@ -146,7 +147,8 @@ def test_a_verdict_under_another_rule_is_kept_as_history(tmp_path: Path) -> None
 def test_verdicts_are_written_from_the_ledger_alone(tmp_path: Path) -> None:
     """The committed runs give the committed verdicts, without GPU and data; intervals are fields."""
     docs = Path(__file__).parent.parent / "docs" / "studies"
-    verdict = run_study(studies()["activation"], Settings("gpu", tmp_path, ledger=docs / "ledger.jsonl", quiet=True))
+    shutil.copy(docs / "ledger.jsonl", tmp_path)
+    verdict = run_study(studies()["activation"], Settings("gpu", tmp_path, quiet=True))
     record, committed = (report.read_verdict(out / "activation" / "verdict.json") for out in (tmp_path, docs))
     for name in ("rule", "definition", "budget", "outcome", "values", "seeds", "data"):
         assert record[name] == committed[name], name
