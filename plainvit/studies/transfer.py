@@ -3,7 +3,7 @@
     plainvit study transfer --budget cpu          also resolution, head
     plainvit study transfer-published --data-root DIR          also resolution-published
 
-Every arm fine-tunes one pre-trained model for the same few steps (`bases.finetune_config`). Scratch has the same model
+Every arm fine-tunes one pre-trained model for the same few steps (`base_configs.finetune_config`). Scratch has the same model
 and steps, and the best of its learning rates. Images of CIFAR-10 and digits are enlarged, as in the paper.
 
 6 and 7 are also tested from published weights, ViT-Ti/16 (AugReg): DATA_ROOT/weights/vit_ti16_augreg.safetensors. On a
