@@ -179,6 +179,9 @@ def read_attention_map(model: ViT, attention: Tensor) -> Tensor:
     whose own weights are not included).
     """
     prefix = model.config.prefix
-    tokens = slice(1 + model.config.distillation) if model.config.pool == "token" else slice(prefix, None)
-    row = attention[..., tokens, :].mean(-2)
+    if model.config.pool == "token":
+        read = attention[..., : 2 if model.config.distillation else 1, :]
+    else:
+        read = attention[..., prefix:, :]
+    row = read.mean(-2)  # [..., N]
     return row[..., prefix:].unflatten(-1, model.config.grid)

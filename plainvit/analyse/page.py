@@ -155,9 +155,9 @@ def notice(*parts: object, warning: bool = False) -> Html:
     return element("p", *parts, class_="notice warning" if warning else "notice")
 
 
-def fact(name: str, value: str, *under: object, is_headline: bool = False) -> Html:
+def fact(name: str, value: str, *notes: object, is_headline: bool = False) -> Html:
     """A large number with its name above and notes below."""
-    below = [element("dd", line, class_="under") for line in under if line]
+    below = [element("dd", line, class_="under") for line in notes if line]
     digits, space, unit = value.partition(SPACE)
     large = element("dd", digits, space, element("small", unit) if unit else "")
     return element("div", element("dt", name), large, *below, class_="fact headline" if is_headline else "fact")

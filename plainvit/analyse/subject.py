@@ -95,7 +95,7 @@ def resolve_data(model: str | Path, data: str, data_root: str) -> tuple[str, str
         return data, data_root
     stored = run_settings(model)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
-        raise ValueError("--data is required: give a folder, or a dataset name (see `plainvit data info`)")
+        raise ValueError(f"--data is required, since {model} is no run folder: give a folder or a dataset name")
     return stored["data"], data_root or stored.get("data_root") or ""
 
 

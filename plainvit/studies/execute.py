@@ -130,7 +130,10 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
     study, results = plan.study, plan.results(ledger)
     verdict, runs = study.decide(results), summarize_runs(plan, ledger)
     command = f"plainvit study {study.spec or study.name} --budget {settings.budget}"
-    command += f" --seeds {plan.count}" * (plan.count != study.runs) + " --data-root DIR" * bool(settings.data_root)
+    if plan.count != study.runs:
+        command += f" --seeds {plan.count}"
+    if settings.data_root:
+        command += " --data-root DIR"
     machine = environment("cuda" if settings.budget != "cpu" and torch.cuda.is_available() else "cpu")
     record = {
         **{name: getattr(study, name) for name in ("number", "claim", "source", "paper", "limits", "rule", "metric")},

@@ -85,7 +85,7 @@ def is_current(record: Mapping[str, Any]) -> bool:
 def count_runs(record: Mapping[str, Any]) -> str:
     """The largest number of runs of an arm, in words."""
     count = max((len(rows) for rows in record["values"].values()), default=0)
-    return f"{count} run{'s' * (count != 1)} per arm"
+    return "1 run per arm" if count == 1 else f"{count} runs per arm"
 
 
 # Terminal -------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,8 @@ def find_deciding_criterion(record: Mapping[str, Any]) -> Mapping[str, Any]:
     sought = {"supported": "yes", "contradicted": "no", "inconclusive": "open"}[record["outcome"]]
     criteria = [criterion for criterion in record["parts"] if criterion["holds"] == sought] or record["parts"]
     criteria = [criterion for criterion in criteria if criterion["runs"]] or criteria  # with an interval
-    return (min if sought == "no" else max)(criteria, key=lambda criterion: criterion["p"])
+    choose = min if sought == "no" else max
+    return choose(criteria, key=lambda criterion: criterion["p"])
 
 
 def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:

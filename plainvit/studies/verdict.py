@@ -22,7 +22,7 @@ from plainvit.evaluate.statistics import mean_ranks, student_quantile, student_t
 
 Outcome = Literal["supported", "contradicted", "inconclusive"]
 LEVEL = 0.05
-FEWEST = 3  # runs of an arm needed for a decision
+MIN_RUNS = 3  # runs of an arm needed for a decision
 RESAMPLES = 4000
 
 
@@ -32,7 +32,7 @@ class Estimate:
 
     effect: float
     error: float
-    freedom: float
+    df: float
     runs: int  # in all arms
     fewest: int  # runs of the smallest arm
 
@@ -41,12 +41,12 @@ class Estimate:
         if self.fewest < 2:
             return 1.0
         error = max(self.error, sys.float_info.min)  # runs without any spread are certain
-        return float(student_tail((self.effect - limit) / error, self.freedom))
+        return float(student_tail((self.effect - limit) / error, self.df))
 
     @property
     def interval(self) -> tuple[float, float]:
         """95 % confidence interval."""
-        half = student_quantile(self.freedom) * self.error if self.fewest > 1 else math.inf
+        half = student_quantile(self.df) * self.error if self.fewest > 1 else math.inf
         return self.effect - half, self.effect + half
 
     def __neg__(self) -> "Estimate":
@@ -61,8 +61,8 @@ def contrast(samples: Sequence[tuple[float, Sequence[float]]]) -> Estimate:
         return Estimate(effect, math.inf, 1.0, sum(counts), min(counts))
     variances = [weight**2 * float(np.var(runs, ddof=1)) / len(runs) for weight, runs in samples]
     denominator = sum(variance**2 / (count - 1) for variance, count in zip(variances, counts, strict=True))
-    freedom = sum(variances) ** 2 / denominator if denominator > 0 else 1.0
-    return Estimate(effect, math.sqrt(sum(variances)), freedom, sum(counts), min(counts))
+    df = sum(variances) ** 2 / denominator if denominator > 0 else 1.0
+    return Estimate(effect, math.sqrt(sum(variances)), df, sum(counts), min(counts))
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Estimate:
@@ -91,7 +91,7 @@ class Criterion:
         """With the adjusted p-value, and whether it holds: yes, no or open."""
         shown = {name: getattr(self, name) for name in ("name", "need", "effect", "low", "high", "runs", "unit")}
         holds = "open"
-        if adjusted <= LEVEL and fewest >= FEWEST:
+        if adjusted <= LEVEL and fewest >= MIN_RUNS:
             holds = "yes" if self.p_for < self.p_against else "no"
         return shown | {"p": adjusted, "holds": holds}
 
@@ -163,7 +163,7 @@ def holm(values: Sequence[float]) -> list[float]:
     return np.minimum(adjusted, 1.0).tolist()
 
 
-def decide(criteria: Sequence[Criterion], fewest: int = FEWEST, note: str = "") -> Verdict:
+def decide(criteria: Sequence[Criterion], fewest: int = MIN_RUNS, note: str = "") -> Verdict:
     """Supported if every criterion holds, contradicted if one is ruled out, otherwise inconclusive.
 
     fewest: runs of the smallest arm; with less than three nothing is decided.
