@@ -16,7 +16,6 @@ import plainvit
 from plainvit.config import Config
 from plainvit.data.decode import DataError
 from plainvit.studies import execute, report, transfer
-from plainvit.studies.drawings import draw_study
 from plainvit.studies.execute import NoDeviceError, Settings
 from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time
 from plainvit.studies.queue import Workers
@@ -46,12 +45,6 @@ def test_invalid_arms_raise_before_the_first_run() -> None:
         Plan(make_study({}), {"a": Arm(config(), is_compared=False)}, 1, Path())
     with pytest.raises(ValueError, match="'a' starts from 'b'"):
         Plan(make_study({}), {"a": Arm(config(model=None), parent="b"), "b": Arm(config())}, 1, Path())
-
-
-def test_groups_without_places_are_drawn_side_by_side() -> None:
-    study = make_study({"a": Arm(config(), group="g"), "b": Arm(config(), group="h")})
-    figure = draw_study(study, plant(study, {"": 0.5}))
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["a", "b"]
 
 
 def test_seeds_differ_between_arms_and_are_the_same_in_all_studies() -> None:
