@@ -43,7 +43,8 @@ def _read_values(line: Mapping[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {}
     if "loss" in line:  # a training step; it replaces all columns of an earlier line
         values |= {name: number(line.get(name)) for name in TRAINING}
-    if isinstance(val := line.get("val"), Mapping):
+    val = line.get("val")
+    if isinstance(val, Mapping):
         values |= {f"val_{name}": number(val.get(name)) for name in METRICS}
     return values
 

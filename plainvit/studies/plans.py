@@ -89,14 +89,17 @@ class Plan:
 
     def extend(self, ledger: Ledger, *, can_train: bool = True) -> bool:
         """Extend grids whose best rate is at the edge; without training only by runs that are finished."""
-        if self.extensions == EXTENSIONS or not (more := extend_rates(self.arms, self.results(ledger))):
+        if self.extensions == EXTENSIONS:
+            return False
+        added = extend_rates(self.arms, self.results(ledger))
+        if not added:
             return False
         self.extensions += 1
-        self.arms |= more
+        self.arms |= added
         self.add_jobs()
         if can_train or not self.missing(ledger):
             return True
-        for name in more:
+        for name in added:
             del self.arms[name], self.jobs[name]
         return False
 
@@ -133,15 +136,14 @@ def first_seed(arms: Mapping[str, Arm], name: str) -> int:
 
 def extend_rates(arms: Mapping[str, Arm], results: Results) -> dict[str, Arm]:
     """One more arm for each family whose best rate is at the edge of its grid, by the grid's own factor."""
-    more: dict[str, Arm] = {}
+    added: dict[str, Arm] = {}
     for family, name in families_at_edge(results).items():
         rates = [arms[arm].config.optim.lr for arm in results.families()[family]]
-        lr = arms[name].config.optim.lr
-        lr = rates[-1] ** 2 / rates[-2] if lr == rates[-1] else rates[0] ** 2 / rates[1]
-        best = arms[name]
+        best, best_rate = arms[name], arms[name].config.optim.lr
+        lr = rates[-1] ** 2 / rates[-2] if best_rate == rates[-1] else rates[0] ** 2 / rates[1]
         config = best.config.replace(optim=best.config.optim.replace(lr=lr))
-        more[rate_name(family, lr)] = replace(best, config=config, x=lr if best.x == best.config.optim.lr else best.x)
-    return more
+        added[rate_name(family, lr)] = replace(best, config=config, x=lr if best.x == best_rate else best.x)
+    return added
 
 
 def hash_definition(arms: Mapping[str, Arm]) -> str:

@@ -93,7 +93,7 @@ class Queue:
         """Start as many jobs as there are free workers, each after the run that it starts from."""
         running = {job.run for job, _ in self.workers.running.values()}
         waiting = {job.run for job in self.missing.values()}
-        for key, job in list(self.missing.items()):
+        for key, job in list(self.missing.items()):  # a copy: `fail` deletes jobs
             if not self.workers.free or len(running) >= self.at_once:
                 return
             if job.run in running or job.parent in waiting or key not in self.missing:

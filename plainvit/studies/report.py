@@ -177,9 +177,10 @@ def _wrap(text: str) -> str:
 def _overview(records: dict[str, dict[str, Any]], claims: dict[str, dict[str, Any]]) -> Iterator[str]:
     """One row for each study: claim, verdict, deciding effect, data and number of runs."""
     rows: list[tuple[object, ...]] = []
-    for name, claim in (claims | records | claims).items():  # the claims first, as they are now
+    own = {name: record for name, record in records.items() if name not in claims}
+    for name, claim in (claims | own).items():
         record = records.get(name, {})
-        about = claim.get("number") or "", claim["claim"]
+        about = claim["number"] or "", claim["claim"]
         if record and is_current(record):
             criterion = find_deciding_criterion(record)
             link = f"[{record['outcome']}](#{_heading(record).lower().replace('. ', '-')})"

@@ -3,8 +3,8 @@
     plainvit study transfer --budget cpu          also resolution, head
     plainvit study transfer-published --data-root DIR          also resolution-published
 
-Every arm fine-tunes one pre-trained model for the same few steps (`base_configs.finetune_config`). Scratch has the same model
-and steps, and the best of its learning rates. Images of CIFAR-10 and digits are enlarged, as in the paper.
+Every arm fine-tunes one pre-trained model for the same few steps (`base_configs.finetune_config`). Scratch has the same
+model and steps, and the best of its learning rates. Images of CIFAR-10 and digits are enlarged, as in the paper.
 
 6 and 7 are also tested from published weights, ViT-Ti/16 (AugReg): DATA_ROOT/weights/vit_ti16_augreg.safetensors. On a
 CPU transfer is then tested at 64 pixels and resolution on Pets with 20 steps, so that a run takes about a minute on one
