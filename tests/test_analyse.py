@@ -144,7 +144,6 @@ def test_a_model_at_chance_level_is_warned_about(correct: int, count: int, label
 
 
 def test_display_names() -> None:
-    assert display_name("weights/B_16.npz") == "B_16"
     assert display_name("hf:google/vit-base") == "vit-base"
     assert display_name("runs/photos/") == "photos"
 

@@ -89,10 +89,9 @@ def run_analyses(subject: Subject, display: Display) -> list[Finding]:
 def display_name(model: str | Path) -> str:
     """The name of a run, or of a file without its suffix; model.safetensors has the name of its run."""
     path = Path(model)
-    if path.is_file() or path.suffix in (".safetensors", ".npz", ".pth", ".pt", ".bin"):
-        generic = path.stem in ("model", "pytorch_model", "checkpoint", "weights")
-        return path.resolve().parent.name if generic and path.is_file() else path.stem
-    return (path.resolve() if path.is_dir() else path).name or str(model)
+    if path.is_file() and path.stem in ("model", "pytorch_model", "checkpoint", "weights"):
+        path = path.parent
+    return path.stem if path.is_file() else path.resolve().name
 
 
 # The report -----------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def _list_plans(model: ViT, images: int) -> list[Plan]:
     head_pools = [1, *(pool for pool in (2, 4) if max(pooled_grid(model, pool)) >= COARSEST)]
     plans = []
     for stride in (1, 2, 3, 4, 6, 8, depth):
-        layers = list(range(depth - 1, -1, -stride))[::-1]  # always the last
+        layers = list(range((depth - 1) % stride, depth, stride))  # always the last
         sizes = itertools.product(counts, head_pools, (1, 2))
         plans += [Plan(count, pool, head_pool, layers) for count, head_pool, pool in sizes]
     without_heads = [*itertools.product(counts, (1, 2)), *((1, pool) for pool in (4, 8, 16, 32))]
