@@ -1,7 +1,10 @@
 """Many runs: the same numbers as one after the other, failures reported at the end, finished runs in the ledger."""
 
 import json
+import multiprocessing
+import time
 from collections.abc import Mapping
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,28 @@ def test_parallel_runs_equal_single_runs(tmp_path: Path, compiled: str) -> None:
         assert "test" not in read_json(job.folder / "results.json")
         alone = fit(job.config, tmp_path / "alone" / job.run, quiet=True).numbers
         assert found[job.run] == pytest.approx(alone["val"]["nll"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced_and_the_others_continue(tmp_path: Path) -> None:
+    long, short = Job("", config(steps=100_000), tmp_path), Job("", config(), tmp_path, held_out)
+    with Workers(2) as workers:
+        workers.start(long)
+        while not list(tmp_path.glob("*/metrics.jsonl")):
+            time.sleep(0.1)
+        (killed,) = multiprocessing.active_children()
+        workers.start(short)
+        killed.kill()
+        ended: dict[str, Any] = {}
+        while workers.running:
+            ended |= {job.run: future.exception() for job, future in workers.wait()}
+        assert isinstance(ended[long.run], BrokenProcessPool)
+        assert ended[short.run] is None
+        again = Job("", config(seed=1), tmp_path, held_out)
+        for job in (again, short):  # one of them in the new worker
+            workers.start(job)
+        while workers.running:
+            assert all(future.result()["values"] for _, future in workers.wait())
 
 
 def test_run_hash_depends_on_settings_that_affect_the_result() -> None:
