@@ -60,7 +60,7 @@ class Queue:
         with Display("runs", max(len(self.missing), 1), quiet=self.quiet) as self.display:
             while rest:
                 self.start_jobs()
-                ended = [plan for plan in rest if not any(job.key in self.missing for job in plan.all_jobs())]
+                ended = [plan for plan in rest if not self.is_open(plan)]
                 for plan in ended:
                     error = self.find_error(plan)
                     try:
@@ -73,6 +73,10 @@ class Queue:
                 if not ended:
                     for job, future in self.workers.wait():
                         self.finish(job, future)
+
+    def is_open(self, plan: Plan) -> bool:
+        """Whether numbers of the plan are missing."""
+        return any(job.measure and job.key in self.missing for job in plan.all_jobs())
 
     def extend(self, plan: Plan) -> bool:
         """Extend the plan's grids; the new jobs come first, so that it does not wait for all other studies."""
