@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from plainvit.studies.execute import Settings, run_studies
-from plainvit.studies.runs import Task, execute
+from plainvit.studies.runs import Job, execute
 from plainvit.studies.study import Study
 from plainvit.studies.verdict import Verdict
 
@@ -18,35 +18,30 @@ def run_study(study: Study, settings: Settings, workers: Any = None) -> Verdict:
 
 
 class InProcess:
-    """Workers with the interface of `plainvit.studies.runs.Workers`."""
+    """Workers with the interface of `plainvit.studies.queue.Workers`."""
 
     def __init__(self, count: int = 1) -> None:
         self.count = count
-        self.running: dict[Future, tuple[Task, None]] = {}
-        self.names: list[str] = []
-        self.measured: list[tuple[Any, ...]] = []
+        self.running: dict[Future, tuple[Job, None]] = {}
+        self.started: list[Job] = []
 
     @property
     def free(self) -> tuple[None, ...]:
         return (None,) * (self.count - len(self.running))
 
-    def execute(self, task: Task) -> dict[str, Any]:
-        return execute(task)
+    def execute(self, job: Job) -> dict[str, Any]:
+        return execute(job)
 
-    def start(self, task: Task) -> None:
+    def start(self, job: Job) -> None:
         future: Future = Future()
-        self.names.append(task.folder.name)
-        self.measured.append(task.measures)
+        self.started.append(job.for_worker())
         try:
-            future.set_result(self.execute(task))
+            future.set_result(self.execute(job.for_worker()))
         except (ValueError, OSError) as error:
             future.set_exception(error)
-        self.running[future] = task, None
+        self.running[future] = job, None
 
-    def wait(self, seconds: float | None = None) -> list[tuple[Task, Future]]:  # noqa: ARG002
-        ended = [(task, future) for future, (task, _) in self.running.items()]
+    def wait(self) -> list[tuple[Job, Future]]:
+        ended = [(job, future) for future, (job, _) in self.running.items()]
         self.running.clear()
         return ended
-
-    def terminate(self) -> None:
-        raise AssertionError("nothing is left running")

@@ -3,7 +3,6 @@
 import numpy as np
 
 from plainvit.analyse import drawings
-from plainvit.analyse.embeddings import Filters
 
 
 def test_heads_are_dots_with_the_mean_of_their_layer() -> None:
@@ -21,13 +20,6 @@ def test_similarity_has_a_tile_for_each_position() -> None:
     assert canvas.shape == (2 * 2 + 1, 3 * 3 + 2)  # gaps of one
     np.testing.assert_array_equal(canvas[3:5, 4:7], similar[1, 1])
     assert np.isnan(canvas[2]).all()
-
-
-def test_filters_are_drawn_with_their_variance() -> None:
-    tiles = np.random.default_rng(0).normal(size=(9, 4, 4, 3))
-    axes = drawings.draw_filters(Filters(tiles, np.arange(9) / 100)).axes[0]
-    assert len(axes.images) == 9
-    assert [text.get_text() for text in axes.texts] == [f"{percent}.0 %" for percent in range(9)]
 
 
 def test_heat_is_yellow_at_the_maximum_and_blue_at_the_minimum() -> None:

@@ -100,12 +100,6 @@ def test_models_are_compared_at_equal_compute() -> None:
     assert sum(weight * results.mean(arm) for arm, weight in weights.items()) == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_axes_are_scaled_alike(budget: Budget) -> None:
-    for name, arm in scaling.arms(budget).items():
-        assert arm.x == pytest.approx(1 if name == "small" else int(name[-1]), rel=0.35)
-
-
 def test_more_parameters_than_allowed_contradict() -> None:
     study = ALL["patch-size"]
     results = plant(study, along(study, {"base": (0.7, 0.6, 0.5)}))

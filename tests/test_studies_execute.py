@@ -1,6 +1,7 @@
 """Running a study: order and seeds of the arms, extension of rates, edited weights, verdicts kept as history."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,11 @@ import plainvit
 from plainvit.config import Config
 from plainvit.data.decode import DataError
 from plainvit.studies import execute, report, transfer
-from plainvit.studies.drawings import draw_study
 from plainvit.studies.execute import NoDeviceError, Settings
-from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, extend_rates, first_seed, hash_definition, missing_time
+from plainvit.studies.queue import Workers
 from plainvit.studies.registry import studies
-from plainvit.studies.runs import Workers
+from plainvit.studies.runs import Ledger
 from plainvit.studies.study import Arm, Study, families_at_edge
 from plainvit.studies.verdict import fact
 from plainvit.train.run import fit
@@ -45,12 +45,6 @@ def test_invalid_arms_raise_before_the_first_run() -> None:
         Plan(make_study({}), {"a": Arm(config(), is_compared=False)}, 1, Path())
     with pytest.raises(ValueError, match="'a' starts from 'b'"):
         Plan(make_study({}), {"a": Arm(config(model=None), parent="b"), "b": Arm(config())}, 1, Path())
-
-
-def test_groups_without_places_are_drawn_side_by_side() -> None:
-    study = make_study({"a": Arm(config(), group="g"), "b": Arm(config(), group="h")})
-    figure = draw_study(study, plant(study, {"": 0.5}))
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["a", "b"]
 
 
 def test_seeds_differ_between_arms_and_are_the_same_in_all_studies() -> None:
@@ -146,7 +140,8 @@ def test_a_verdict_under_another_rule_is_kept_as_history(tmp_path: Path) -> None
 def test_verdicts_are_written_from_the_ledger_alone(tmp_path: Path) -> None:
     """The committed runs give the committed verdicts, without GPU and data; intervals are fields."""
     docs = Path(__file__).parent.parent / "docs" / "studies"
-    verdict = run_study(studies()["activation"], Settings("gpu", tmp_path, ledger=docs / "ledger.jsonl", quiet=True))
+    shutil.copy(docs / "ledger.jsonl", tmp_path)
+    verdict = run_study(studies()["activation"], Settings("gpu", tmp_path, quiet=True))
     record, committed = (report.read_verdict(out / "activation" / "verdict.json") for out in (tmp_path, docs))
     for name in ("rule", "definition", "budget", "outcome", "values", "seeds", "data"):
         assert record[name] == committed[name], name

@@ -1,7 +1,10 @@
 """Many runs: the same numbers as one after the other, failures reported at the end, finished runs in the ledger."""
 
 import json
+import multiprocessing
+import time
 from collections.abc import Mapping
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,9 @@ from in_process import InProcess
 
 from plainvit.config import Config, Optim
 from plainvit.disk import read_json
-from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan, order_plans
-from plainvit.studies.queue import Queue
-from plainvit.studies.runs import RESULTS_VERSION, Task, Workers, list_changes, run_hash, run_name
+from plainvit.studies.queue import Queue, Workers
+from plainvit.studies.runs import RESULTS_VERSION, Job, Ledger, list_changes, run_hash
 from plainvit.studies.study import Arm, Study, held_out, rate_arms
 from plainvit.studies.transfer import redraw_positions
 from plainvit.studies.verdict import fact
@@ -32,8 +34,8 @@ def make_plan(name: str, arms: Mapping[str, Config | Arm], folder: Path, **field
     return Plan(study, dict(made), 1, folder)
 
 
-def drain(plans: list[Plan], ledger: Ledger, workers: Any = None, **limits: float) -> dict[str, Exception | None]:
-    queue = Queue(plans, ledger, workers or InProcess(), quiet=True, **limits)
+def drain(plans: list[Plan], ledger: Ledger, workers: Any = None) -> dict[str, Exception | None]:
+    queue = Queue(plans, ledger, workers or InProcess(), quiet=True)
     return {plan.study.name: error for plan, error in queue.run()}
 
 
@@ -44,22 +46,42 @@ def drain(plans: list[Plan], ledger: Ledger, workers: Any = None, **limits: floa
 @pytest.mark.parametrize("compiled", ["off", "on"])
 def test_parallel_runs_equal_single_runs(tmp_path: Path, compiled: str) -> None:
     """Runs that follow another one in a worker, too."""
-    configs = [config(seed=seed, steps=4, compile=compiled) for seed in range(3)]
+    jobs = [Job("", config(seed=seed, steps=4, compile=compiled), tmp_path, held_out) for seed in range(3)]
     found: dict[str, float] = {}
     with Workers(2) as workers:
-        for one in configs[:2]:
-            workers.start(Task(one, tmp_path / run_name(one), (held_out,)))
-        for one in (*configs[2:], None):
-            for task, future in workers.wait():
-                found[task.folder.name] = future.result()["values"]["held_out"]["nll"]
-            if one:
-                workers.start(Task(one, tmp_path / run_name(one), (held_out,)))
+        for job in jobs[:2]:
+            workers.start(job)
+        waiting = jobs[2:]
         while workers.running:
-            found |= {task.folder.name: done.result()["values"]["held_out"]["nll"] for task, done in workers.wait()}
-    for one in configs:
-        assert "test" not in read_json(tmp_path / run_name(one) / "results.json")
-        alone = fit(one, tmp_path / "alone" / run_name(one), quiet=True).numbers
-        assert found[run_name(one)] == pytest.approx(alone["val"]["nll"], rel=1e-6)
+            found |= {job.run: done.result()["values"]["held_out"]["nll"] for job, done in workers.wait()}
+            while waiting:
+                workers.start(waiting.pop())
+    for job in jobs:
+        assert "test" not in read_json(job.folder / "results.json")
+        alone = fit(job.config, tmp_path / "alone" / job.run, quiet=True).numbers
+        assert found[job.run] == pytest.approx(alone["val"]["nll"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced_and_the_others_continue(tmp_path: Path) -> None:
+    long, short = Job("", config(steps=100_000), tmp_path), Job("", config(), tmp_path, held_out)
+    with Workers(2) as workers:
+        workers.start(long)
+        while not list(tmp_path.glob("*/metrics.jsonl")):
+            time.sleep(0.1)
+        (killed,) = multiprocessing.active_children()
+        workers.start(short)
+        killed.kill()
+        ended: dict[str, Any] = {}
+        while workers.running:
+            ended |= {job.run: future.exception() for job, future in workers.wait()}
+        assert isinstance(ended[long.run], BrokenProcessPool)
+        assert ended[short.run] is None
+        again = Job("", config(seed=1), tmp_path, held_out)
+        for job in (again, short):  # one of them in the new worker
+            workers.start(job)
+        while workers.running:
+            assert all(future.result()["values"] for _, future in workers.wait())
 
 
 def test_run_hash_depends_on_settings_that_affect_the_result() -> None:
@@ -124,15 +146,13 @@ def test_runs_are_shared_and_their_numbers_suffice_on_another_machine(tmp_path: 
     plans = [make_plan("one", arms, first), make_plan("two", {"other name": config()}, first)]
     workers = InProcess(count=2)
     assert drain(plans, ledger, workers) == {"one": None, "two": None}
-    assert len(workers.names) == 2
+    assert len(workers.started) == 2
     before = plans[0].results(ledger).values
     elsewhere = make_plan("one", arms, tmp_path / "second")
     assert not elsewhere.missing(Ledger(ledger.file))
     assert elsewhere.results(Ledger(ledger.file)).values == before
     more = make_plan("more", {"a": arms["a"], "c": Arm(config(model=None, steps=1), parent="a")}, tmp_path / "second")
-    assert [job.config.steps for job in more.missing(ledger).values()] == [2, 1], (
-        "a start is made again where it is absent"
-    )
+    assert [job.config.steps for job in more.missing(ledger)] == [2, 1], "a start is made again where it is absent"
 
 
 def test_a_failed_run_stops_only_what_needs_it(tmp_path: Path) -> None:
@@ -144,21 +164,6 @@ def test_a_failed_run_stops_only_what_needs_it(tmp_path: Path) -> None:
     assert found["two"] is None
     assert "2 of 3 runs failed; the first one: one: bad, run 1: " in str(found["one"])
     assert len(ledger.runs) == 1
-
-
-def test_no_run_starts_that_would_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run takes 10 seconds of 25."""
-    clock, workers = [0.0], InProcess()
-    monkeypatch.setattr("plainvit.studies.queue.time.monotonic", lambda: clock[0])
-    workers.execute = lambda task: (
-        clock.__setitem__(0, clock[0] + 10) or record(task.folder.name, "held_out", 0.5) | {"seconds": 10.0}
-    )
-    plan = make_plan("one", {str(seed): config(train_fraction=seed / 10) for seed in range(1, 6)}, tmp_path)
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    assert not drain([plan], ledger, workers, deadline=25.0)
-    assert len(ledger.runs) == 2
-    assert drain([plan], ledger, workers, deadline=1000.0) == {"one": None}
-    assert len(ledger.runs) == 5
 
 
 def test_studies_that_need_the_least_time_come_first(tmp_path: Path) -> None:
@@ -179,10 +184,10 @@ def test_runs_of_an_extended_grid_come_before_those_of_other_studies(tmp_path: P
     others = {str(seed): config(train_fraction=seed / 10) for seed in range(1, 9)}
     plans = [make_plan("grid", arms, tmp_path), make_plan("others", others, tmp_path)]
     workers = InProcess()
-    workers.execute = lambda task: record(task.folder.name, "held_out", task.config.optim.lr)
+    workers.execute = lambda job: record(job.run, "held_out", job.config.optim.lr)
     drain(plans, Ledger(tmp_path / "ledger.jsonl"), workers)
     assert list(plans[0].arms) == list(rates)
-    assert {job.run for job in plans[0].all_jobs()} <= set(workers.names[:6])
+    assert {job.run for job in plans[0].all_jobs()} <= {job.run for job in workers.started[:6]}
 
 
 def test_a_measure_without_the_metric_that_chooses_a_rate_fails_its_study_only(tmp_path: Path) -> None:
@@ -209,6 +214,6 @@ def test_own_measurements_are_made_in_this_process(tmp_path: Path) -> None:
     other = make_plan("other", {"b": config()}, tmp_path)
     ledger, workers = Ledger(tmp_path / "ledger.jsonl"), InProcess()
     assert drain([own, other], ledger, workers) == {"own": None, "other": None}
-    assert workers.measured == [(held_out,)]
+    assert [job.measure for job in workers.started] == [None, held_out]
     assert own.results(ledger).samples("a") == [0.5]
-    assert json.loads(ledger.file.read_text())["is_trained"]
+    assert len(ledger.runs) == 1

@@ -20,7 +20,7 @@ def test_welch_is_scipys(sizes: tuple[int, int]) -> None:
     first, second = draw_samples(*sizes)
     found, expected = welch(first, second), stats.ttest_ind(second, first, equal_var=False)
     assert 2 * min(found.tail(0), (-found).tail(0)) == pytest.approx(expected.pvalue)
-    assert found.freedom == pytest.approx(expected.df)
+    assert found.df == pytest.approx(expected.df)
     assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)))
 
 
@@ -37,11 +37,11 @@ def test_contrast_is_that_of_the_regression_slope() -> None:
     assert found.effect == pytest.approx(stats.linregress(x, y).slope)
 
 
-@pytest.mark.parametrize("freedom", [1.0, 1.7, 4.0, 9.3, 500.0])
-def test_student_is_scipys(freedom: float) -> None:
+@pytest.mark.parametrize("df", [1.0, 1.7, 4.0, 9.3, 500.0])
+def test_student_is_scipys(df: float) -> None:
     for t in (-6.0, -0.5, 0.0, 1.2, 12.0):
-        assert verdict.student_tail(t, freedom) == pytest.approx(stats.t.sf(t, freedom), abs=1e-12)
-    assert verdict.student_quantile(freedom) == pytest.approx(stats.t.isf(0.025, freedom), rel=1e-8)
+        assert verdict.student_tail(t, df) == pytest.approx(stats.t.sf(t, df), abs=1e-12)
+    assert verdict.student_quantile(df) == pytest.approx(stats.t.isf(0.025, df), rel=1e-8)
 
 
 def test_equivalence_is_two_one_sided_tests() -> None:

@@ -112,17 +112,16 @@ def patch_distances(model: ViT, layer: int) -> Tensor:
 
 @torch.no_grad()
 @in_eval_mode
-def rollout(model: ViT, images: Tensor, *, residual: bool = True) -> Tensor:
+def rollout(model: ViT, images: Tensor) -> Tensor:
     """[B, h, w]: the attention of each layer, mean over heads, multiplied through the layers (Abnar and Zuidema 2020).
 
-    residual: average each layer's matrix with the identity, as in that paper; the ViT paper's text does not.
+    As in that paper, each layer's matrix is averaged with the identity, for the residual connection.
     """
     model = require_global_attention(model)
     maps: list[Tensor] = []
     for batch in split_batches(model, images, 1 + len(model.blocks) // model.config.heads):  # it keeps a mean per layer
         means = reduce_attention(model, batch, lambda _, attention: attention.mean(1))  # each [B, N, N]
-        if residual:
-            means = [(mean + torch.eye(mean.shape[-1], device=mean.device)) / 2 for mean in means]
+        means = [(mean + torch.eye(mean.shape[-1], device=mean.device)) / 2 for mean in means]
         product = functools.reduce(lambda product, mean: mean @ product, means)
         maps.append(read_attention_map(model, product).cpu())
     return torch.cat(maps)
@@ -180,6 +179,9 @@ def read_attention_map(model: ViT, attention: Tensor) -> Tensor:
     whose own weights are not included).
     """
     prefix = model.config.prefix
-    tokens = slice(1 + model.config.distillation) if model.config.pool == "token" else slice(prefix, None)
-    row = attention[..., tokens, :].mean(-2)
+    if model.config.pool == "token":
+        read = attention[..., : 2 if model.config.distillation else 1, :]
+    else:
+        read = attention[..., prefix:, :]
+    row = read.mean(-2)  # [..., N]
     return row[..., prefix:].unflatten(-1, model.config.grid)

@@ -17,7 +17,7 @@ from plainvit.analyse.embeddings import Filters, filters_to_rgb
 from plainvit.analyse.figures import COLORS, PANEL, new_axes, styled
 from plainvit.analyse.gallery import choose_evenly
 
-MOST_TILES = 14  # positions along a side of the similarity figure
+MAX_TILES = 14  # positions along a side of the similarity figure
 
 
 @styled()
@@ -44,7 +44,7 @@ def draw_filters(filters: Filters) -> Figure:
 def draw_similarity(similar: np.ndarray, title: str) -> Figure:
     """A tile for each position: the cosine similarity of its embedding with all others (Figure 7, center)."""
     h, w = similar.shape[:2]
-    rows, columns = choose_evenly(h, MOST_TILES), choose_evenly(w, MOST_TILES)
+    rows, columns = choose_evenly(h, MAX_TILES), choose_evenly(w, MAX_TILES)
     gap = max(1, h // 12)
     tiles = similar[rows][:, columns]
     figure, axes = new_axes((PANEL[0], 0.5 + 3.2 * min(max(len(rows) * h / (len(columns) * w), 0.2), 2)))

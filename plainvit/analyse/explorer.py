@@ -48,7 +48,9 @@ def pooled_grid(model: ViT, pool: int) -> tuple[int, int]:
 def count_bytes(model: ViT, plan: Plan) -> int:
     """Bytes before compression."""
     means, heads = len(model.blocks), len(plan.layers) * model.config.heads
-    queries = math.prod(model.config.grid) + (model.config.prefix > 0)
+    queries = math.prod(model.config.grid)
+    if model.config.prefix > 0:
+        queries += 1
     cells, head_cells = (math.prod(pooled_grid(model, pool)) + 1 for pool in (plan.pool, plan.head_pool))
     return plan.images * queries * (means * cells + heads * head_cells)
 
@@ -65,7 +67,7 @@ def _list_plans(model: ViT, images: int) -> list[Plan]:
     head_pools = [1, *(pool for pool in (2, 4) if max(pooled_grid(model, pool)) >= COARSEST)]
     plans = []
     for stride in (1, 2, 3, 4, 6, 8, depth):
-        layers = list(range(depth - 1, -1, -stride))[::-1]  # always the last
+        layers = list(range((depth - 1) % stride, depth, stride))  # always the last
         sizes = itertools.product(counts, head_pools, (1, 2))
         plans += [Plan(count, pool, head_pool, layers) for count, head_pool, pool in sizes]
     without_heads = [*itertools.product(counts, (1, 2)), *((1, pool) for pool in (4, 8, 16, 32))]
@@ -136,6 +138,11 @@ def _collect_data(subject: Subject, plan: Plan) -> dict[str, object]:
     views = [compute_views(subject.model, image, plan) for image in images]
     height, width = config.image_size
     is_crisp = max(height, width) < CRISP
+    token = reads = ""
+    if config.prefix:
+        token = "class token" if config.class_token else "first token"
+    if config.pool == "token":
+        reads = "class token and the distillation token" if config.distillation else "class token"
     sources = [_image_url(image) for image in images]
     described = zip(sources, subject.names, subject.describe_predictions(plan.images), strict=False)
     return {
@@ -148,8 +155,8 @@ def _collect_data(subject: Subject, plan: Plan) -> dict[str, object]:
         "layersWithHeads": plan.layers,
         "pool": plan.pool,
         "headPool": plan.head_pool,
-        "token": "class token" if config.class_token else "first token" if config.prefix else "",
-        "reads": "" if config.pool != "token" else f"class token{' and the distillation token' * config.distillation}",
+        "token": token,
+        "reads": reads,
         "heat": is_crisp or float(images.float().median()) < DARK,  # shading hides details of small and dark images
         "crisp": is_crisp,
         "maps": [[data_url(Image.fromarray(view.gray), "png", optimize=True) for view in row] for row in views],

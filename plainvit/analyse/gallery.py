@@ -22,7 +22,7 @@ from plainvit.data.decode import ImageError
 from plainvit.data.sources import Source
 
 SIDE = 0.92  # of an image, in cells
-MOST = 96  # images of a contact sheet
+MAX_TILES = 96  # images of a contact sheet
 PIXELS = 192  # longer side of a thumbnail
 TALL = 1.3  # height of its cells, with the text below the image
 
@@ -54,7 +54,7 @@ class Cell(NamedTuple):
     probability: float = math.nan  # NaN: not shown
 
 
-def choose_evenly(count: int, most: int = MOST) -> np.ndarray:
+def choose_evenly(count: int, most: int = MAX_TILES) -> np.ndarray:
     """Indices of the images on a contact sheet: all, or a number of them spread evenly."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
 

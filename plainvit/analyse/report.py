@@ -91,7 +91,6 @@ def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") 
         predictions_section(samples, totals=_count_errors(run)),
         _command_section(run),
         _settings_section(run),
-        _machine_section(run),
     ]
     title = printable(run.config.get("recipe") or folder.resolve().name)
     subtitle = "Training run", folder.resolve().name, printable(run.environment.get("started") or "")[:10]
@@ -123,9 +122,11 @@ def _describe_model(model: Mapping[str, Any], init: object) -> str:
     if not kind:
         return "The model of its initial weights" if init else "A model"
     kind = "A hybrid ResNet and Vision Transformer" if model.get("stem") else kind
-    names = [name for name in ("depth", "width", "heads", "blocks", "patch", "image_size") if name in model]
-    values = [" x ".join(map(str, value)) if isinstance(value := model[name], list) else value for name in names]
-    texts = (f"{name.replace('_', ' ')} {value}" for name, value in zip(names, values, strict=True))
+    texts = []
+    for name in ("depth", "width", "heads", "blocks", "patch", "image_size"):
+        if name in model:
+            sides = model[name] if isinstance(model[name], list) else [model[name]]
+            texts.append(f"{name.replace('_', ' ')} {' x '.join(map(str, sides))}")
     return f"{kind} ({', '.join(texts)})"
 
 
@@ -144,9 +145,9 @@ def _headline(run: Run) -> list[Html]:
 def _facts(run: Run) -> list[Html]:
     facts, val = _first_result_facts(run), run.result("val")
     if run.split == "test" and val:
-        biased = "optimistic, see below" if run.results.get("chosen_on_val") else ""
+        note = "optimistic, see below" if run.results.get("chosen_on_val") else ""
         top1 = page.percent(number(val.get("top1")), number(val.get("images")))
-        facts.append(page.fact("validation top-1", top1, biased))
+        facts.append(page.fact("validation top-1", top1, note))
     seconds, device = number(run.environment.get("seconds")), run.environment.get("device")
     if not math.isnan(seconds):
         facts.append(page.fact("training time", readable(seconds), f"on {printable(device, 40)}" if device else ""))
@@ -158,24 +159,19 @@ def _first_result_facts(run: Run) -> list[Html]:
     first = run.result("first")
     if not first:
         return []
-    seconds, images, top1 = (number(first.get(name)) for name in ("seconds", "images", "top1"))
-    notes = [] if math.isnan(images) else [page.pluralize(images, "held-out image")]
-    notes += [] if math.isnan(seconds) else [f"after {readable(seconds)}"]
-    head = f"{first.get('head') or 'linear'} head on frozen features"
-    return [page.fact("first result", page.percent(top1, images), head, ", ".join(notes))]
+    note = f"{page.pluralize(first['images'], 'held-out image')}, after {readable(first['seconds'])}"
+    return [page.fact("first result", page.percent(first["top1"]), "linear head on frozen features", note)]
 
 
 def _step_facts(run: Run) -> list[Html]:
     """Steps that were taken; next to them the steps asked for, if --hours allowed fewer."""
-    recorded, epochs = run.curves["step"], run.curves["epoch"][np.isfinite(run.curves["epoch"])]
-    planned = number(run.results.get("steps_asked"))
-    taken = number(run.results.get("steps", recorded[-1] if len(recorded) else None))
-    if math.isnan(taken):
+    if not len(run.curves["step"]):
         return []
-    hours = number(run.config.get("hours"))
-    limited = f"of {planned:,.0f}: limited by --hours {hours:g}" if planned > taken and hours > 0 else ""
-    passes = f"{epochs[-1]:,.1f}".removesuffix(".0") if len(epochs) else ""
-    return [page.fact("steps", f"{taken:,.0f}", limited, f"{passes} epoch{'s' * (passes != '1')}" if passes else "")]
+    taken = run.results.get("steps", run.curves["step"][-1])
+    planned, hours = run.results.get("steps_asked", taken), run.config.get("hours")
+    limited = f"of {planned:,}: limited by --hours {hours:g}" if planned > taken and hours else ""
+    epochs = np.nanmax(run.curves["epoch"], initial=0)
+    return [page.fact("steps", f"{taken:,.0f}", limited, f"{epochs:,.1f} epochs")]
 
 
 def _notices(run: Run) -> Iterable[Html]:
@@ -184,28 +180,27 @@ def _notices(run: Run) -> Iterable[Html]:
         unreadable = number(run.result(split).get("unreadable"))
         if unreadable > 0:
             yield page.notice(page.describe_unreadable(unreadable, f"{name} image"), warning=True)
-    trained = number(run.result("trained").get("top1"))
-    if run.results.get("final") == "first" and not math.isnan(trained):
-        reached = page.percent(trained, run.images("val"))
-        compared = "as many as" if trained == number(run.result("first").get("top1")) else "fewer than"
+    trained = run.result("trained")
+    if run.results.get("final") == "first" and trained:
+        reached = page.percent(trained["top1"], run.images("val"))
+        compared = "as many as" if trained["top1"] == run.result("first")["top1"] else "fewer than"
         text = f"{compared} the first result, which is kept because it fits fewer weights"
         yield page.notice(f"After training, {reached} of the held-out images were correct, {text}.")
     if run.results.get("chosen_on_val") or run.result("val").get("chosen_on_val"):
         yield page.notice(_describe_selection_bias(run))
     if better := run.result("better_before"):
-        top1, step = page.percent(number(better.get("top1")), run.images("val")), number(better.get("step"))
-        text = f"Step {step:,.0f} had a higher validation accuracy, {top1}: use --patience N to keep the best weights."
-        yield page.notice(f"The final weights are those of the last step. {text}")
+        top1 = page.percent(better["top1"], run.images("val"))
+        text = f"Step {better['step']:,} had a higher validation accuracy, {top1}: use --patience N to keep the best"
+        yield page.notice(f"The final weights are those of the last step. {text} weights.")
 
 
 def _state_notices(run: Run) -> Iterable[Html]:
     """Why the run ended early, and the steps without an update."""
     state, reason = run.status.get("state"), run.status.get("reason")
-    if state and state != "done":
-        step, steps = number(run.status.get("step")), number(run.status.get("steps"))
-        where = "" if math.isnan(step) else f" at step {step:,.0f}" + ("" if math.isnan(steps) else f" of {steps:,.0f}")
-        outcome = STATES.get(str(state), f"This run ended with state {state!r}")
-        yield page.notice(page.element("b", outcome), f"{where}{f': {reason}' if reason else ''}.", warning=True)
+    if state in STATES:
+        where = f"at step {run.status['step']:,} of {run.status['steps']:,}"
+        where = f"{where}: {reason}" if reason else where
+        yield page.notice(page.element("b", STATES[state]), f" {where}.", warning=True)
     if skipped := int((run.curves["skipped"] > 0).sum()):
         yield page.notice(f"{page.pluralize(skipped, 'step')} skipped: loss or gradient was NaN or Inf.", warning=True)
 
@@ -261,32 +256,17 @@ def _command_section(run: Run) -> Section | None:
 
 
 def _settings_section(run: Run) -> Section | None:
-    if not run.config:
-        return None
-    defaults = flatten(to_json(Config()))
-    changed = {key: _format_value(value) for key, value in flatten(run.config).items() if defaults.get(key) != value}
-    summary = page.element("summary", f"{page.pluralize(len(changed), 'setting')} that differ from the defaults")
-    return page.make_section("Settings", _data_table(run), page.element("details", summary, page.pairs(changed)))
-
-
-def _data_table(run: Run) -> Html:
-    """The number of images of each split, and the fingerprint of their names and labels."""
-    values = {}
-    for name, part in run.data.get("splits", {}).items():
-        values[page.SPLIT[name]] = f"{page.pluralize(part['images'], 'image')}, fingerprint {part['fingerprint']}"
-    return page.pairs(values) if values else Html("")
+    """The settings that differ from the defaults, and the machine, both folded."""
+    defaults, environment = flatten(to_json(Config())), flatten(run.environment)
+    changed = {key: value for key, value in flatten(run.config).items() if defaults.get(key) != value}
+    machine = {key: value for key, value in environment.items() if key != "command"}
+    parts = []
+    for title, values in (("Settings that differ from the defaults", changed), ("Machine", machine)):
+        shown = page.pairs({key: _format_value(value) for key, value in values.items()})
+        if values:
+            parts.append(page.element("details", page.element("summary", title), shown))
+    return page.make_section("Settings", *parts) if parts else None
 
 
 def _format_value(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(map(_format_value, value)) or page.NONE
-    if isinstance(value, float):
-        return f"{value:.10g}" if math.isfinite(value) else page.NONE
-    return page.NONE if value is None or value == "" else str(value)
-
-
-def _machine_section(run: Run) -> Section | None:
-    values = {key: _format_value(value) for key, value in flatten(run.environment).items() if key != "command"}
-    return page.make_section("Machine", page.pairs(values)) if values else None
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,12 +1,11 @@
-"""What is analysed (a model and images), and what an analysis returns (figures with text).
+"""What is analysed (a model and images), and what an analysis returns (a figure with text).
 
 subject = gather(Predictor("runs/photos"), "photos/", split="", data_root="", count=128)
-next(analyse_filters(subject)).figure            one of the analyses in findings.py
+analyse_filters(subject).figure                  one of the analyses in findings.py
 
 An analysis that does not apply to a model raises NotApplicableError with the reason, which the report shows.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -78,17 +77,13 @@ class Subject:
 
 @dataclass
 class Finding:
-    """A figure with its data, and how to read it."""
+    """A figure, and how to read it."""
 
-    name: str  # of its files
+    name: str  # of its file
     title: str
     text: str
     figure: Figure
-    data: dict[str, Any]
     html: Html | None = None  # shown in the report instead of the figure
-
-
-Findings = Iterator[Finding]
 
 
 # Images ---------------------------------------------------------------------------------------------------------------
@@ -100,7 +95,7 @@ def resolve_data(model: str | Path, data: str, data_root: str) -> tuple[str, str
         return data, data_root
     stored = run_settings(model)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
-        raise ValueError("--data is required: give a folder, or a dataset name (see `plainvit data info`)")
+        raise ValueError(f"--data is required, since {model} is no run folder: give a folder or a dataset name")
     return stored["data"], data_root or stored.get("data_root") or ""
 
 

@@ -1,9 +1,7 @@
 """Tests of the paper's claims: study, study list."""
 
-import math
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +11,7 @@ from plainvit.errors import first_line
 
 if TYPE_CHECKING:
     from plainvit.studies.execute import Settings
-    from plainvit.studies.runs import Workers
+    from plainvit.studies.queue import Workers
     from plainvit.studies.study import Study
 
 Budget = Literal["cpu", "gpu"]
@@ -41,8 +39,6 @@ def study(
     seeds: int = 0,
     at_once: int = 0,
     data_root: str = "",
-    minutes: float = 0.0,
-    ledger: str = "",
     dry_run: bool = False,
     json: bool = False,
 ) -> None:
@@ -60,29 +56,25 @@ def study(
         seeds: Number of runs per arm, each with its own seed; default: that of the study (fewer than 3 cannot decide)
         at_once: Number of parallel runs; default: 2 on cpu, 8 on gpu
         data_root: Folder with the known datasets and published weights (not needed for cpu)
-        minutes: Stop after this time; the same command continues with the finished runs
-        ledger: File of finished runs, which is read and appended to; default: OUT/ledger.jsonl
         dry_run: Print the number of runs and the GPU time, and run nothing
         json: Print JSON instead of a table
     """
-    started = time.monotonic()
-    for flag, value in (("--seeds", seeds), ("--at-once", at_once), ("--minutes", minutes)):
+    for flag, value in (("--seeds", seeds), ("--at-once", at_once)):
         if value < 0:
             raise ValueError(f"{flag} must be positive, got {value}")
     chosen = _find_studies(names)
     from plainvit.studies import report
     from plainvit.studies.execute import Settings
-    from plainvit.studies.runs import Workers
+    from plainvit.studies.queue import Workers
 
-    deadline = started + 60 * minutes if minutes else math.inf
-    settings = Settings(budget, out, seeds, data_root, Path(ledger) if ledger else None, deadline, quiet=json)
+    settings = Settings(budget, out, seeds, data_root, quiet=json)
     if dry_run or not json:
         _print_plan(chosen, settings)
     if dry_run:
         return
     try:
         with Workers(at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 8}[budget]) as workers:
-            failed, decided = _run_studies(chosen, settings, workers)
+            failed = _run_studies(chosen, settings, workers)
     except KeyboardInterrupt:
         exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
     stored = report.read_verdicts(out)
@@ -95,9 +87,6 @@ def study(
         name, error = next(iter(failed.items()))
         prefix = f"{len(failed)} of {len(chosen)} studies failed, first " if len(chosen) > 1 else ""
         exit_with_error(f"{prefix}{name}: {first_line(error)}", getattr(error, "exit_code", 2))
-    if decided < len(chosen) and not json:
-        progress = f"{decided} of {len(chosen)} studies finished within {minutes:g} minutes"
-        print(f"{progress}; run the same command to resume", file=sys.stderr)
 
 
 def _find_studies(names: tuple[str, ...]) -> "list[Study]":
@@ -142,21 +131,20 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
         print(f"{len(names)} finished runs are reused, of commit {commits}", file=sys.stderr)
 
 
-def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers") -> tuple[dict[str, Exception], int]:
-    """Run the studies; the report is written after each. Returns those that failed, and how many were decided."""
+def _run_studies(chosen: "list[Study]", settings: "Settings", workers: "Workers") -> dict[str, Exception]:
+    """Run the studies; the report is written after each. Returns those that failed."""
     from plainvit.studies.execute import NoDeviceError, run_studies
     from plainvit.studies.report import write_report
 
     failed: dict[str, Exception] = {}
-    decided, shows = 0, len(chosen) > 1 and not settings.quiet  # for a single study the summary has it
+    shows = len(chosen) > 1 and not settings.quiet  # for a single study the summary has it
     for study, result in run_studies(chosen, settings, workers):
         if isinstance(result, Exception):
             failed[study.name] = result
             text = visible(first_line(result))
         else:
-            decided += 1
             write_report(settings.out)
             text = result.outcome
         if shows and not isinstance(result, NoDeviceError):  # the same for all
             print(f"{study.name}: {text}", file=sys.stderr)
-    return failed, decided
+    return failed

@@ -7,7 +7,8 @@ kernels, 0.4 ms a step for each layer, and larger ones by their multiply-adds, 1
 from collections.abc import Mapping
 from functools import cache
 
-from plainvit.config import Config, Model, ViTConfig, pair
+from plainvit.config import Config, Model, ResNetConfig, pair
+from plainvit.planning import memory
 from plainvit.planning.cost import macs
 from plainvit.planning.datasets import count_training_images
 from plainvit.studies.base_configs import base, complete_model
@@ -19,10 +20,9 @@ START, STEP, LAYER = 1.0, 1.3e-3, 0.4e-3  # seconds
 
 def estimate_run(arms: Mapping[str, Arm], name: str) -> float:
     """Seconds of one run, including start and evaluation; early stopping is not counted."""
-    config = arms[name].config
-    steps = config.steps or config.epochs * (count_training_images(config) or 0) / config.batch
-    if not arms[name].is_trained:
-        steps = 0
+    config, steps = arms[name].config, 0.0
+    if arms[name].is_trained:
+        steps = config.steps or config.epochs * (count_training_images(config) or 0) / config.batch
     model = find_model(arms, name)
     relative_macs = macs(model) * config.batch / count_base_macs()
     return START + steps * max(STEP * relative_macs, LAYER * count_layers(model))
@@ -36,9 +36,10 @@ def count_base_macs() -> int:
 
 
 def count_layers(model: Model) -> int:
-    if not isinstance(model, ViTConfig):
+    if isinstance(model, ResNetConfig):
         return sum(model.blocks)
-    return model.depth * (2 if model.axial else 1) + (sum(model.stem.blocks) if model.stem else 0)
+    stem_layers = sum(model.stem.blocks) if model.stem else 0
+    return stem_layers + memory.count_layers(model)
 
 
 def find_model(arms: Mapping[str, Arm], name: str) -> Model:

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,13 +23,12 @@ from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.disk import make_folder, read_json, write_text
 from plainvit.runtime.folder import environment, finite
-from plainvit.studies.claims import BUDGETS, CLAIMS, Budget
+from plainvit.studies.claims import CLAIMS, Budget
 from plainvit.studies.drawings import draw_study
-from plainvit.studies.ledger import Ledger
 from plainvit.studies.plans import Plan
-from plainvit.studies.queue import Queue
+from plainvit.studies.queue import Queue, Workers
 from plainvit.studies.report import is_current
-from plainvit.studies.runs import Task, Workers, execute
+from plainvit.studies.runs import Ledger
 from plainvit.studies.study import Arm, Study
 from plainvit.studies.verdict import Verdict
 from plainvit.weights.reading import resolve
@@ -50,60 +48,47 @@ class Settings:
     out: Path
     runs: int = 0  # of each arm; 0: the study's own number
     data_root: str = ""
-    ledger: Path | None = None  # default: OUT/ledger.jsonl
-    deadline: float = math.inf  # by time.monotonic()
     quiet: bool = False
 
     def open_ledger(self) -> Ledger:
-        return Ledger(self.ledger or self.out / "ledger.jsonl")
+        return Ledger(self.out / "ledger.jsonl")
+
+    @property
+    def can_train(self) -> bool:
+        return self.budget == "cpu" or torch.cuda.is_available()
 
 
 def run_studies(
     studies: Sequence[Study], settings: Settings, workers: Workers
 ) -> Iterator[tuple[Study, Verdict | Exception]]:
-    """Runs what is missing, and yields the verdict of each study as it is written, or the reason why there is none.
-
-    Studies that the time does not suffice for are not yielded; the same call resumes them.
-    """
-    ledger, plans = settings.open_ledger(), []
-    can_train = settings.budget == "cpu" or torch.cuda.is_available()
+    """Runs what is missing, and yields the verdict of each study as it is written, or the reason why there is none."""
+    ledger, trained, untrained = settings.open_ledger(), [], []
     for study in studies:
         try:
-            plans.append(plan_study(study, settings, ledger, can_train=can_train))
+            plan = plan_study(study, settings, ledger)
         except (ValueError, OSError) as error:
             yield study, error
-    trained = [plan for plan in plans if any(arm.is_trained for arm in plan.arms.values())]
-    for plan in plans:  # before the workers start, because measuring speed needs an idle machine
-        if plan not in trained and (verdict := measure_untrained(plan, ledger, settings)):
-            yield plan.study, verdict
-    queue = Queue(trained, ledger, workers, settings.deadline, can_train=can_train, quiet=settings.quiet)
-    for plan, error in queue.run():
-        yield plan.study, error or try_verdict(plan, ledger, settings)
+            continue
+        is_trained = any(arm.is_trained for arm in plan.arms.values())
+        (trained if is_trained else untrained).append(plan)
+    for plans, at_once in ((untrained, 1), (trained, 0)):  # measuring speed needs an idle machine
+        queue = Queue(plans, ledger, workers, at_once=at_once, can_train=settings.can_train, quiet=settings.quiet)
+        for plan, error in queue.run():
+            yield plan.study, error or try_verdict(plan, ledger, settings)
 
 
-def plan_study(study: Study, settings: Settings, ledger: Ledger, *, can_train: bool) -> Plan:
+def plan_study(study: Study, settings: Settings, ledger: Ledger) -> Plan:
     """Fails before the first run if the study cannot be run; if all runs are finished it needs neither GPU nor data."""
-    check_verdict(study, settings.budget, settings.out / study.name)
+    stored = read_json(settings.out / study.name / "verdict.json")
+    if (stored.get("budget"), settings.budget) == ("gpu", "cpu") and is_current(stored):
+        raise ValueError(f"{settings.out} has the verdict of {study.name} for --budget gpu: choose another --out")
     arms = {name: _set_root(arm, settings.data_root) for name, arm in study.arms(settings.budget).items()}
     plan = Plan(study, arms, settings.runs or study.runs, settings.out / "runs")
     if plan.missing(ledger):
-        if not can_train:
-            raise NoDeviceError(f"--budget {settings.budget} needs a CUDA GPU and none was found: use --budget cpu")
-        _check_data(arms)
+        if not settings.can_train:
+            raise NoDeviceError("--budget gpu needs a CUDA GPU and none was found: use --budget cpu")
+        _check_data(arms, settings.data_root)
     return plan
-
-
-def measure_untrained(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict | Exception | None:
-    """Measures a study without training in this process; returns None if the time was not enough."""
-    for run, job in plan.missing(ledger).items():
-        if time.monotonic() > settings.deadline:
-            return None
-        assert job.measure
-        try:
-            ledger.add(execute(Task(job.config, plan.folder / run, (job.measure,), is_trained=False)))
-        except Exception as error:  # such as too little memory: the other studies continue
-            return error
-    return try_verdict(plan, ledger, settings)
 
 
 def try_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict | Exception:
@@ -115,14 +100,6 @@ def try_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict | Exc
         return error
 
 
-def check_verdict(study: Study, budget: Budget, folder: Path) -> None:
-    """Fails if a verdict of a larger budget would be replaced."""
-    stored = read_json(folder / "verdict.json")
-    if stored.get("budget") in BUDGETS[BUDGETS.index(budget) + 1 :] and is_current(stored):
-        larger = stored["budget"]
-        raise ValueError(f"{folder} has the verdict of {study.name} for --budget {larger}: choose another --out")
-
-
 def _set_root(arm: Arm, data_root: str) -> Arm:
     """Datasets are below it, and weights unless they are a published name or an address."""
     config = arm.config.replace(data_root=data_root)
@@ -130,13 +107,13 @@ def _set_root(arm: Arm, data_root: str) -> Arm:
     return replace(arm, config=config.replace(init=str(path)) if config.init and path.exists() else config)
 
 
-def _check_data(arms: Mapping[str, Arm]) -> None:
+def _check_data(arms: Mapping[str, Arm], data_root: str) -> None:
     """Fails before the first run if data or published weights are missing."""
-    for init, root in {(arm.config.init, arm.config.data_root) for arm in arms.values() if arm.config.init}:
+    for init in {arm.config.init for arm in arms.values() if arm.config.init}:
         if not resolve(init).exists():
-            raise DataError(f"{Path(root) / init} is missing: choose --data-root so that it has these weights")
-    for data, root in {(arm.config.data, arm.config.data_root) for arm in arms.values() if arm.is_trained}:
-        _check_set(data, root)
+            raise DataError(f"{Path(data_root) / init} is missing: choose --data-root so that it has these weights")
+    for data in {arm.config.data for arm in arms.values() if arm.is_trained}:
+        _check_set(data, data_root)
 
 
 @cache
@@ -151,9 +128,12 @@ def _check_set(data: str, data_root: str) -> None:
 def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
     """Decides a study whose runs are all finished, and writes its folder."""
     study, results = plan.study, plan.results(ledger)
-    verdict, runs = study.decide(results), summarize_runs([job.run for job in plan.all_jobs()], ledger)
+    verdict, runs = study.decide(results), summarize_runs(plan, ledger)
     command = f"plainvit study {study.spec or study.name} --budget {settings.budget}"
-    command += f" --seeds {plan.count}" * (plan.count != study.runs) + " --data-root DIR" * bool(settings.data_root)
+    if plan.count != study.runs:
+        command += f" --seeds {plan.count}"
+    if settings.data_root:
+        command += " --data-root DIR"
     machine = environment("cuda" if settings.budget != "cpu" and torch.cuda.is_available() else "cpu")
     record = {
         **{name: getattr(study, name) for name in ("number", "claim", "source", "paper", "limits", "rule", "metric")},
@@ -187,15 +167,15 @@ def store_verdict(record: Mapping[str, Any], folder: Path) -> None:
     write_text(folder / "verdict.json", json.dumps(finite({**record, "history": history}), indent=1) + "\n")
 
 
-def summarize_runs(names: Sequence[str], ledger: Ledger) -> dict[str, Any]:
+def summarize_runs(plan: Plan, ledger: Ledger) -> dict[str, Any]:
     """Number, time, commits and devices of the runs, which may be older than the verdict."""
-    known = [ledger.runs[name] for name in dict.fromkeys(names) if name in ledger.runs]
-    trained = [run for run in known if run["is_trained"]]
+    names = {job.run for job in plan.all_jobs()} & ledger.runs.keys()
+    runs = [ledger.runs[name] for name in names]
     return {
-        "count": len(trained),
-        "seconds": round(sum(run["seconds"] for run in known), 1),
-        "commits": sorted({run["commit"] for run in known if run["commit"]}),
-        "devices": sorted({run["device"] for run in known if run["device"]}),
+        "count": sum(run["is_trained"] for run in runs),
+        "seconds": round(math.fsum(run["seconds"] for run in runs), 1),
+        "commits": sorted({run["commit"] for run in runs if run["commit"]}),
+        "devices": sorted({run["device"] for run in runs if run["device"]}),
     }
 
 

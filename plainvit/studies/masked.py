@@ -17,7 +17,7 @@ from plainvit.studies.measures import halves, with_few_shot
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
 from plainvit.studies.verdict import Criterion, bootstrap, rank_correlations
 
-SHORTER = (64, 16, 4, 1)  # divisors of the pre-training steps
+STEP_DIVISORS = (64, 16, 4, 1)  # of the pre-training steps
 LIMIT = 0.7  # of the rank correlation
 
 
@@ -29,10 +29,10 @@ def supervised_config(budget: Budget) -> Config:
     return plain(budget).replace(data=pretrain_config(budget).data)
 
 
-def masked_config(budget: Budget, shorter: int = 1) -> Config:
+def masked_config(budget: Budget, step_divisor: int = 1) -> Config:
     """Masked patch prediction instead of labels; all else is the same."""
     config = supervised_config(budget).replace(objective="masked", masked=Masked(ratio=0.5))
-    return config.replace(steps=config.steps // shorter)
+    return config.replace(steps=config.steps // step_divisor)
 
 
 def arms(budget: Budget) -> dict[str, Arm]:
@@ -53,8 +53,8 @@ def criteria(results: Results) -> list[Criterion]:
 def step_arms(budget: Budget) -> dict[str, Arm]:
     """x is the number of pre-training steps."""
     arms: dict[str, Arm] = {}
-    for by in SHORTER:
-        config = masked_config(budget, by)
+    for divisor in STEP_DIVISORS:
+        config = masked_config(budget, divisor)
         name = f"{config.steps:,} steps"
         arms[f"{name}, before"] = Arm(config, is_compared=False)
         arms[name] = Arm(finetune_config(budget), x=config.steps, group="masked", parent=f"{name}, before")

@@ -1,7 +1,7 @@
 """The runs of a study: their configs, seeds and names, and which of them are missing.
 
     plan = Plan(study, study.arms("cpu"), count=5, folder=Path("studies/runs"))
-    plan.missing(ledger)                             the runs to execute, by name
+    plan.missing(ledger)                            the runs to execute
     plan.results(ledger)                            the values of all arms
 
 The seeds of an arm follow from its config, so that arms are independent of each other and equal arms of two studies are
@@ -11,62 +11,33 @@ makes Welch's intervals too wide, never too narrow.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from plainvit.config import Config
 from plainvit.studies.estimate import estimate_run
-from plainvit.studies.ledger import Ledger
-from plainvit.studies.runs import Measure, is_done, run_hash, run_name
+from plainvit.studies.runs import Job, Ledger, run_hash
 from plainvit.studies.study import Arm, Results, Study, families_at_edge, rate_name
 
 EXTENSIONS = 2  # times that a grid of learning rates is extended
 
 
-@dataclass
-class Job:
-    """A run of a study."""
-
-    label: str
-    config: Config
-    seconds: float  # estimate
-    measure: Measure | None  # None: it is only a start for other runs
-    is_trained: bool
-    parent: str  # the run that it starts from
-    edit: Callable[..., Any] | None  # makes its initial weights from those of `source`
-    source: Path
-
-    @cached_property
-    def run(self) -> str:
-        return run_name(self.config)
-
-    def values(self, ledger: Ledger) -> dict[str, float] | None:
-        assert self.measure
-        return ledger.find(self.run, self.measure.__name__)
-
-    def is_missing(self, ledger: Ledger) -> bool:
-        return self.measure is not None and self.values(ledger) is None
-
-
-@dataclass
 class Plan:
-    """A study and its runs."""
+    """A study and its runs.
 
-    study: Study
-    arms: dict[str, Arm]
-    count: int  # runs of each arm
-    folder: Path  # of all runs
-    definition: str = ""
-    extensions: int = 0
-    jobs: dict[str, list[Job]] = field(default_factory=dict)  # by arm
+    Args:
+        arms: Those of the study, which `extend` adds to
+        count: Runs of each arm
+        folder: Folder of all runs
+    """
 
-    def __post_init__(self) -> None:
-        if not any(arm.is_compared for arm in self.arms.values()):
-            raise ValueError(f"study {self.study.name} compares nothing: its `arms` must return at least one arm")
-        self.definition = hash_definition(self.arms)
+    def __init__(self, study: Study, arms: dict[str, Arm], count: int, folder: Path) -> None:
+        if not any(arm.is_compared for arm in arms.values()):
+            raise ValueError(f"study {study.name} compares nothing: its `arms` must return at least one arm")
+        self.study, self.arms, self.count, self.folder = study, arms, count, folder
+        self.definition = hash_definition(arms)
+        self.jobs: dict[str, list[Job]] = {}  # by arm
+        self.extensions = 0
         self.add_jobs()
 
     def add_jobs(self) -> None:
@@ -81,55 +52,61 @@ class Plan:
     def _make_job(self, name: str, index: int, seed: int, seconds: float) -> Job:
         arm = self.arms[name]
         config = arm.config.replace(seed=seed)
-        start = parent = self.folder / self.jobs[arm.parent][index].run if arm.parent else Path(config.init)
+        parent = self.jobs[arm.parent][index].run if arm.parent else ""
+        start = source = self.folder / parent if parent else Path(config.init)
         if arm.edit:
-            start = self.folder / f"{parent.name}-{arm.edit.__name__}-{run_hash(config)}"
+            start = self.folder / f"{source.name}-{arm.edit.__name__}-{run_hash(config)}"
         return Job(
             label=f"{self.study.name}: {name}, run {index + 1}",
-            config=config.replace(init=str(start)) if arm.parent or arm.edit else config,
-            seconds=seconds,
+            config=config.replace(init=str(start)) if parent or arm.edit else config,
+            runs=self.folder,
             measure=self.study.measure if arm.is_compared else None,
             is_trained=arm.is_trained,
-            parent=parent.name if arm.parent else "",
+            parent=parent,
             edit=arm.edit,
-            source=parent,
+            source=source,
+            seconds=seconds,
         )
 
-    def all_jobs(self) -> Iterator[Job]:
-        return (job for jobs in self.jobs.values() for job in jobs)
+    def all_jobs(self) -> list[Job]:
+        """Each after the one that it starts from."""
+        return [job for jobs in self.jobs.values() for job in jobs]
 
-    def missing(self, ledger: Ledger) -> dict[str, Job]:
-        """The runs whose numbers are missing, and those that they start from, in order."""
-        jobs = {job.run: job for job in self.all_jobs()}
-        missing = [run for run, job in jobs.items() if job.is_missing(ledger)]
-        for run in missing:  # which grows
-            parent = jobs[run].parent
-            if parent and parent not in missing and not is_done(self.folder / parent):
-                missing.append(parent)
-        return {run: job for run, job in jobs.items() if run in set(missing)}
+    def missing(self, ledger: Ledger) -> list[Job]:
+        """The jobs whose numbers are missing, and those that they start from, in order."""
+        missing: dict[tuple[str, str], Job] = {}
+        needed: set[str] = set()  # runs that missing ones start from
+        for job in reversed(self.all_jobs()):
+            if job.is_missing(ledger) or (job.run in needed and not job.is_done):
+                missing[job.key] = job
+                needed.add(job.parent)
+        return list(reversed(missing.values()))
 
     def results(self, ledger: Ledger) -> Results:
         compared = {name: arm for name, arm in self.arms.items() if arm.is_compared}
-        values = {arm: [job.values(ledger) or {} for job in self.jobs[arm]] for arm in compared}
+        values = {arm: [ledger.find(*job.key) or {} for job in self.jobs[arm]] for arm in compared}
         return Results(compared, values, self.study.metric)
 
     def extend(self, ledger: Ledger, *, can_train: bool = True) -> bool:
         """Extend grids whose best rate is at the edge; without training only by runs that are finished."""
-        if self.extensions == EXTENSIONS or not (more := extend_rates(self.arms, self.results(ledger))):
+        if self.extensions == EXTENSIONS:
+            return False
+        added = extend_rates(self.arms, self.results(ledger))
+        if not added:
             return False
         self.extensions += 1
-        self.arms |= more
+        self.arms |= added
         self.add_jobs()
         if can_train or not self.missing(ledger):
             return True
-        for name in more:
+        for name in added:
             del self.arms[name], self.jobs[name]
         return False
 
 
 def order_plans(plans: Iterable[Plan], ledger: Ledger) -> list[Plan]:
     """Next is always the study that needs the least time for runs which no earlier study needs."""
-    rest = {plan.study.name: {run: job.seconds for run, job in plan.missing(ledger).items()} for plan in plans}
+    rest = {plan.study.name: {job.run: job.seconds for job in plan.missing(ledger)} for plan in plans}
     by_name = {plan.study.name: plan for plan in plans}
     planned: set[str] = set()
     ordered: list[Plan] = []
@@ -142,7 +119,7 @@ def order_plans(plans: Iterable[Plan], ledger: Ledger) -> list[Plan]:
 
 def missing_time(plans: Iterable[Plan], ledger: Ledger) -> tuple[int, float]:
     """(number of missing runs, seconds of a GPU); runs that studies share are counted once."""
-    missing = {run: job.seconds for plan in plans for run, job in plan.missing(ledger).items()}
+    missing = {job.run: job.seconds for plan in plans for job in plan.missing(ledger)}
     return len(missing), sum(missing.values())
 
 
@@ -159,15 +136,14 @@ def first_seed(arms: Mapping[str, Arm], name: str) -> int:
 
 def extend_rates(arms: Mapping[str, Arm], results: Results) -> dict[str, Arm]:
     """One more arm for each family whose best rate is at the edge of its grid, by the grid's own factor."""
-    more: dict[str, Arm] = {}
+    added: dict[str, Arm] = {}
     for family, name in families_at_edge(results).items():
         rates = [arms[arm].config.optim.lr for arm in results.families()[family]]
-        lr = arms[name].config.optim.lr
-        lr = rates[-1] ** 2 / rates[-2] if lr == rates[-1] else rates[0] ** 2 / rates[1]
-        best = arms[name]
+        best, best_rate = arms[name], arms[name].config.optim.lr
+        lr = rates[-1] ** 2 / rates[-2] if best_rate == rates[-1] else rates[0] ** 2 / rates[1]
         config = best.config.replace(optim=best.config.optim.replace(lr=lr))
-        more[rate_name(family, lr)] = replace(best, config=config, x=lr if best.x == best.config.optim.lr else best.x)
-    return more
+        added[rate_name(family, lr)] = replace(best, config=config, x=lr if best.x == best_rate else best.x)
+    return added
 
 
 def hash_definition(arms: Mapping[str, Arm]) -> str:

@@ -28,15 +28,15 @@ def own_study(word: str) -> "Study":
     """The study FILE.py:STUDY; its name must be a valid and unused folder name."""
     from plainvit.studies.study import Study
 
-    file, _, name = (word + ":" if word.endswith(".py") else word).rpartition(":")
-    if not Path(file).is_file():
+    stem, _, name = word.rpartition(".py")
+    file, name = Path(f"{stem}.py"), name.removeprefix(":")
+    if not file.is_file():
         raise ValueError(f"file {file} of study {word} does not exist")
-    module = import_file(Path(file))
-    defined = [key for key, value in vars(module).items() if isinstance(value, Study)]
+    defined = {key: value for key, value in vars(import_file(file)).items() if isinstance(value, Study)}
     if name not in defined:
-        problem = f"{file} has no study {name!r}" if name else f"the study in {file} is not named"
-        raise ValueError(f"{problem}: use FILE.py:STUDY; it defines {', '.join(defined) or 'no studies'}")
-    study: Study = getattr(module, name)
+        known = ", ".join(defined) or "no studies"
+        raise ValueError(f"{file} has no study {name!r}: use FILE.py:STUDY; it defines {known}")
+    study = defined[name]
     if not re.fullmatch(r"\w[\w-]*", study.name) or study.name in (*studies(), "runs", "all"):
         raise ValueError(f"{file}: invalid or reserved study name {study.name!r}: choose another, such as 'my-study'")
     if getattr(study.measure, "__name__", "<lambda>") == "<lambda>":

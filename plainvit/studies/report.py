@@ -8,7 +8,6 @@ Listing does not load torch. A verdict that was made under another rule than the
 
 import math
 import statistics
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,32 +30,40 @@ NEEDED = ("study", "number", "claim", "source", "rule", "budget", "outcome", "wh
 NEEDED += ("seconds", "environment")
 UNNUMBERED = "Number 29, the VTAB groups (Figure 2), has no decision rule: see `plainvit vtab`."
 
-METHOD = (
-    "Each criterion of a rule compares the means of arms (a difference or another weighted sum) and has a 95 % "
-    "confidence interval (Welch). It is tested at 5 % (two-sided), with Holm's correction over the criteria of the "
-    "claim. Criteria of equality use two one-sided tests (TOST) with a margin fixed before the runs. Supported: all "
-    "criteria hold. Contradicted: at least one is ruled out. Inconclusive: anything else, or an arm has fewer than "
-    "three runs. Learning rates are chosen on separate runs and separate held-out images."
-)
-INTRODUCTION = (
-    "This page tests claims of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929) and three later "
-    "claims about the same models. Each study compares runs (arms) that differ in one setting, with several "
-    "independent seeds, on held-out training images; test images are not used. The rule is written before the runs. "
-    "These runs are small: a result on 80,000 images does not settle a claim about 300 million."
-)
-HISTORY = (
-    "Verdicts under earlier rules, with the commits of their runs. They are not evidence under the current rules: "
-    "version 0.1 paired runs by seed and used two standard errors over three seeds, which cover only 82 %."
-)
+METHOD = """\
+Each criterion of a rule compares the means of arms (a difference or another weighted sum) and has a 95 % confidence
+interval (Welch). It is tested at 5 % (two-sided), with Holm's correction over the criteria of the claim. Criteria of
+equality use two one-sided tests (TOST) with a margin fixed before the runs. Supported: all criteria hold.
+Contradicted: at least one is ruled out. Inconclusive: anything else, or an arm has fewer than three runs. Learning
+rates are chosen on separate runs and separate held-out images."""
+INTRODUCTION = f"""\
+# The paper's claims, tested
+
+This page tests claims of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929) and three later claims
+about the same models. Each study compares runs (arms) that differ in one setting, with several independent seeds, on
+held-out training images; test images are not used. The rule is written before the runs. These runs are small: a
+result on 80,000 images does not settle a claim about 300 million.
+
+{METHOD}
+
+`plainvit study list` lists the studies. `plainvit study NAME --budget cpu|gpu` runs one, on a laptop in minutes or on
+one large GPU, and writes this page. {UNNUMBERED}"""
+OWN_INTRODUCTION = f"""\
+# Studies
+
+Your own claims. The arms and the rule of each study are in the file that its command names.
+
+{METHOD}"""
+HISTORY = """\
+## History
+
+Verdicts under earlier rules, with the commits of their runs. They are not evidence under the current rules: version
+0.1 paired runs by seed and used two standard errors over three seeds, which cover only 82 %."""
 MEANINGS = {
     "supported": "Every criterion of the rule holds in these small runs.",
     "contradicted": "The claim does not hold in these small runs: {criterion} is {effect}; the rule requires {need}.",
     "inconclusive": "These runs do not decide the claim: {criterion} is {effect}; {need} is not shown or ruled out.",
 }
-COMMANDS = (
-    "`plainvit study list` lists the studies. `plainvit study NAME --budget cpu|gpu` runs one, on a laptop in minutes "
-    "or on one large GPU, and writes this page."
-)
 
 
 def read_verdicts(out: Path) -> dict[str, dict[str, Any]]:
@@ -85,7 +92,7 @@ def is_current(record: Mapping[str, Any]) -> bool:
 def count_runs(record: Mapping[str, Any]) -> str:
     """The largest number of runs of an arm, in words."""
     count = max((len(rows) for rows in record["values"].values()), default=0)
-    return f"{count} run{'s' * (count != 1)} per arm"
+    return "1 run per arm" if count == 1 else f"{count} runs per arm"
 
 
 # Terminal -------------------------------------------------------------------------------------------------------------
@@ -146,40 +153,31 @@ def write_report(out: Path) -> Path:
 
 
 def make_report(out: Path) -> str:
-    records = read_verdicts(out)
-    own = bool(records) and not any(record["number"] for record in records.values())
-    claims = {} if own else read_claims()
-    paragraphs = [*_introduction(records, len(claims | records), own=own), *_overview(records, claims)]
+    records, claims, introduction = read_verdicts(out), read_claims(), INTRODUCTION
+    if records and not claims.keys() & records.keys():
+        claims, introduction = {}, OWN_INTRODUCTION
+    paragraphs = [introduction, _summary(records, len(claims | records)), _overview(records, claims)]
     for record in records.values():
-        paragraphs += _section(record, out) if is_current(record) else ()
+        if is_current(record):
+            paragraphs += _section(record, out)
     return "\n\n".join([*paragraphs, *_history(records)]) + "\n"
 
 
-def _introduction(records: Mapping[str, Mapping[str, Any]], count: int, *, own: bool) -> Iterator[str]:
+def _summary(records: Mapping[str, Mapping[str, Any]], count: int) -> str:
     counts = Counter(record["outcome"] for record in records.values() if is_current(record))
-    outcomes = ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLORS if counts[outcome])
-    if own:
-        yield "# Studies"
-        yield "Your own claims. The arms and the rule of each study are in the file that its command names."
-        yield _wrap(METHOD)
-        yield f"**{outcomes}.**"
-        return
-    yield "# The paper's claims, tested"
-    yield from (_wrap(text) for text in (INTRODUCTION, METHOD, COMMANDS))
     summary = f"{counts.total()} of {count} studies have a verdict under the current rules"
-    yield f"**{summary}: {outcomes}.** {UNNUMBERED}" if outcomes else f"**{summary}.** {UNNUMBERED}"
+    if counts:
+        summary += ": " + ", ".join(f"{counts[outcome]} {outcome}" for outcome in COLORS if counts[outcome])
+    return f"**{summary}.**"
 
 
-def _wrap(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 118))
-
-
-def _overview(records: dict[str, dict[str, Any]], claims: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _overview(records: dict[str, dict[str, Any]], claims: dict[str, dict[str, Any]]) -> str:
     """One row for each study: claim, verdict, deciding effect, data and number of runs."""
     rows: list[tuple[object, ...]] = []
-    for name, claim in (claims | records | claims).items():  # the claims first, as they are now
+    own = {name: record for name, record in records.items() if name not in claims}
+    for name, claim in (claims | own).items():
         record = records.get(name, {})
-        about = claim.get("number") or "", claim["claim"]
+        about = claim["number"] or "", claim["claim"]
         if record and is_current(record):
             criterion = find_deciding_criterion(record)
             link = f"[{record['outcome']}](#{_heading(record).lower().replace('. ', '-')})"
@@ -187,7 +185,7 @@ def _overview(records: dict[str, dict[str, Any]], claims: dict[str, dict[str, An
             rows.append((*about, link, effect, ", ".join(record.get("data", ())), record["runs"]["count"] or ""))
         else:
             rows.append((*about, "not run", "", "", ""))
-    yield markdown_table(("no.", "claim", "verdict", "effect, 95 % interval", "data", "runs"), rows)
+    return markdown_table(("no.", "claim", "verdict", "effect, 95 % interval", "data", "runs"), rows)
 
 
 def find_deciding_criterion(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -195,7 +193,8 @@ def find_deciding_criterion(record: Mapping[str, Any]) -> Mapping[str, Any]:
     sought = {"supported": "yes", "contradicted": "no", "inconclusive": "open"}[record["outcome"]]
     criteria = [criterion for criterion in record["parts"] if criterion["holds"] == sought] or record["parts"]
     criteria = [criterion for criterion in criteria if criterion["runs"]] or criteria  # with an interval
-    return (min if sought == "no" else max)(criteria, key=lambda criterion: criterion["p"])
+    choose = min if sought == "no" else max
+    return choose(criteria, key=lambda criterion: criterion["p"])
 
 
 def _section(record: Mapping[str, Any], out: Path) -> Iterator[str]:
@@ -235,8 +234,7 @@ def _history(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         for name, old in sorted(present, key=lambda item: item[1]["number"] or math.inf)
     ]
     if rows:
-        yield "## History"
-        yield _wrap(HISTORY)
+        yield HISTORY
         yield markdown_table(("no.", "study", "verdict", "budget", "why", "commits"), rows)
 
 

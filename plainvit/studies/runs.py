@@ -1,52 +1,38 @@
-"""Executes runs in worker processes that share one machine, and measures each as it finishes.
+"""The runs of studies: their names, how one is executed, and the file of their numbers.
 
-    with Workers(8) as workers:
-        workers.start(Task(config, folder, (held_out,)))
-        [(task, future)] = workers.wait()
-        future.result()["values"]["held_out"]["top1"]
+    job = Job("rate: a, run 1", config, Path("studies/runs"), measure=held_out)
+    ledger = Ledger(Path("studies/ledger.jsonl"))
+    ledger.add(execute(job))
+    ledger.find(job.run, "held_out")                {"top1": 0.71, ...}, or None
 
-Several small models share a large GPU. Most of a short run is process start and compilation, so worker processes stay
-alive.
+A run is named by a hash of its settings, so that studies share it and its numbers can be used on another machine. Each
+line of the ledger is one run: its name, its values by measurement, and its time, device and commit. Files may be
+concatenated.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
-
-import torch
+from typing import Any
 
 from plainvit.config import Checked, Config
 from plainvit.device import choose_device
-from plainvit.disk import read_json
-from plainvit.runtime.distributed import end_after
+from plainvit.disk import make_folder, read_json
+from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import environment, run_seconds
 from plainvit.train.run import fit
+from plainvit.weights import save
 
 RESULTS_VERSION = 1  # raise it if code or a default changes the results of runs: finished runs are then repeated
-RECOMPILE_LIMIT = 256  # of a function in a worker: one version for each shape that its runs have
-Measure = Callable[[Config, Path], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A run and its measurements."""
-
-    config: Config
-    folder: Path
-    measures: tuple[Measure, ...] = ()
-    is_trained: bool = True
+Measure = Callable[[Config, Path], dict[str, float]]  # metrics of a run from its config and folder
+Edit = Callable[[Path, Config], ViT | ResNet]  # initial weights from a folder of weights and the config of the run
 
 
 def run_name(config: Config) -> str:
@@ -71,95 +57,119 @@ def list_changes(config: Checked) -> dict[str, Any]:
     }
 
 
-def is_done(path: Path) -> bool:
-    return read_json(path / "status.json").get("state") == "done"
+@dataclass(frozen=True)
+class Job:
+    """A run of a study, and what is measured of it."""
+
+    label: str  # in messages
+    config: Config
+    runs: Path  # the folder of all runs
+    measure: Measure | None = None  # None: it is only a start for other runs
+    is_trained: bool = True
+    parent: str = ""  # the run that it starts from
+    edit: Edit | None = None  # makes its initial weights from those of `source`
+    source: Path = Path()
+    seconds: float = 0.0  # estimate
+
+    @cached_property
+    def run(self) -> str:
+        return run_name(self.config)
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.run
+
+    @property
+    def measurement(self) -> str:
+        return self.measure.__name__ if self.measure else ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.run, self.measurement
+
+    @property
+    def is_measured_here(self) -> bool:
+        """Whether it is measured in the main process: workers do not know functions of a user's file."""
+        return self.measure is not None and not self.measure.__module__.startswith("plainvit.")
+
+    def for_worker(self) -> "Job":
+        """The job without functions that a worker may not know."""
+        return replace(self, edit=None, measure=None if self.is_measured_here else self.measure)
+
+    @property
+    def is_done(self) -> bool:
+        return read_json(self.folder / "status.json").get("state") == "done"
+
+    def is_missing(self, ledger: "Ledger") -> bool:
+        return self.measure is not None and ledger.find(self.run, self.measurement) is None
+
+    def edit_weights(self) -> None:
+        """Make the edited initial weights, once."""
+        file = Path(self.config.init) / "model.safetensors"
+        if self.edit and not file.is_file():
+            make_folder(file.parent)
+            save(self.edit(self.source, self.config), file)
 
 
-class Workers:
-    """Worker processes, each in its own pool: a process that dies breaks its pool."""
-
-    def __init__(self, at_once: int = 1) -> None:
-        assert at_once > 0
-        self.count = at_once
-        self.threads = max((os.cpu_count() or 1) // at_once, 1)
-        self.free = [_make_worker() for _ in range(at_once)]
-        self.running: dict[Future, tuple[Task, ProcessPoolExecutor]] = {}
-        self.others = multiprocessing.active_children()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """After Ctrl-C each run saves a checkpoint, and the same call resumes it."""
-        if error:
-            self.terminate()
-        for worker in (*self.free, *(worker for _, worker in self.running.values())):
-            worker.shutdown(cancel_futures=True)
-
-    def terminate(self) -> None:
-        """Stop all runs; each saves a checkpoint first."""
-        for child in multiprocessing.active_children():
-            if child not in self.others:
-                child.terminate()
-
-    def start(self, task: Task) -> None:
-        """Start a task in a free worker."""
-        worker = self.free.pop()
-        with _block_sigint():
-            self.running[worker.submit(execute, task, self.threads)] = task, worker
-
-    def wait(self, seconds: float | None = None) -> list[tuple[Task, Future]]:
-        """The tasks that have ended, at least one unless the time is up."""
-        ended: list[tuple[Task, Future]] = []
-        for future in wait(self.running, seconds, return_when=FIRST_COMPLETED).done:
-            task, worker = self.running.pop(future)
-            if isinstance(future.exception(), BrokenProcessPool):
-                worker.shutdown()
-                worker = _make_worker()
-            self.free.append(worker)
-            ended.append((task, future))
-        return ended
-
-
-def _make_worker() -> ProcessPoolExecutor:
-    """A process that executes tasks one after the other; started with the first."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _exit_with_parent)
-
-
-@contextlib.contextmanager
-def _block_sigint() -> Iterator[None]:
-    """Processes started here ignore Ctrl-C, which a terminal sends to all of them: the parent handles it."""
-    resource_tracker.ensure_running()  # its first start would reset the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _exit_with_parent() -> None:
-    """Runs in a worker."""
-    parent = multiprocessing.parent_process()
-    assert parent
-    end_after(lambda: connection.wait([parent.sentinel]))
-
-
-def execute(task: Task, threads: int = 0) -> dict[str, Any]:
+def execute(job: Job) -> dict[str, Any]:
     """Train unless the run is finished, and measure. Returns the record of the run for the ledger."""
-    config, folder, is_trained, started = task.config, task.folder, task.is_trained, time.monotonic()
-    if threads:  # in a worker
-        torch.set_num_threads(threads)
-        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    started = time.monotonic()
     try:
-        if is_trained and not is_done(folder):
-            fit(config, folder, quiet=True, bare=True)
-        values = {measure.__name__: measure(config, folder) for measure in task.measures}
+        if job.is_trained and not job.is_done:
+            fit(job.config, job.folder, quiet=True, bare=True)
+        values = {job.measurement: job.measure(job.config, job.folder)} if job.measure else {}
     finally:
         parent = multiprocessing.parent_process()
         if parent and not parent.is_alive():  # nobody is waiting for the result
             os._exit(143)
-    machine = read_json(folder / "environment.json") if is_trained else environment(choose_device(config.device))
-    seconds = run_seconds(folder) if is_trained else time.monotonic() - started
-    commit = os.environ.get("PLAINVIT_COMMIT") or machine["commit"]  # set for a copy outside its repository
-    about = {"seconds": round(seconds, 1), "commit": commit, "device": machine["device"]}
-    return {"run": folder.name, "values": values, "is_trained": is_trained, **about}
+    if job.is_trained:
+        machine, seconds = read_json(job.folder / "environment.json"), run_seconds(job.folder)
+    else:
+        machine, seconds = environment(choose_device(job.config.device)), time.monotonic() - started
+    return {
+        "run": job.run,
+        "values": values,
+        "is_trained": job.is_trained,
+        "seconds": round(seconds, 1),
+        "commit": os.environ.get("PLAINVIT_COMMIT") or machine["commit"],  # set for a copy outside its repository
+        "device": machine["device"],
+    }
+
+
+class Ledger:
+    """A file of finished runs, which is appended to."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.runs: dict[str, dict[str, Any]] = {}
+        text = file.read_bytes() if file.is_file() else b""
+        self._is_cut = bool(text) and not text.endswith(b"\n")  # a process was killed while it wrote the last line
+        for line in text.splitlines():
+            self._merge(_parse(line))
+
+    def _merge(self, record: dict[str, Any]) -> None:
+        if record:
+            known = self.runs.get(record["run"], {"values": {}})
+            self.runs[record["run"]] = {**record, "values": known["values"] | record["values"]}
+
+    def find(self, run: str, measurement: str) -> dict[str, float] | None:
+        return self.runs.get(run, {"values": {}})["values"].get(measurement)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Append a run, or further measurements of a run."""
+        self._merge(record)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as file:
+            if self._is_cut:
+                file.write("\n")
+            file.write(json.dumps(record) + "\n")
+        self._is_cut = False
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """An incomplete line is no run."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) and {"run", "values"} <= record.keys() else {}

@@ -3,8 +3,8 @@
     plainvit study transfer --budget cpu          also resolution, head
     plainvit study transfer-published --data-root DIR          also resolution-published
 
-Every arm fine-tunes one pre-trained model for the same few steps (`bases.finetune_config`). Scratch has the same model
-and steps, and the best of its learning rates. Images of CIFAR-10 and digits are enlarged, as in the paper.
+Every arm fine-tunes one pre-trained model for the same few steps (`base_configs.finetune_config`). Scratch has the same
+model and steps, and the best of its learning rates. Images of CIFAR-10 and digits are enlarged, as in the paper.
 
 6 and 7 are also tested from published weights, ViT-Ti/16 (AugReg): DATA_ROOT/weights/vit_ti16_augreg.safetensors. On a
 CPU transfer is then tested at 64 pixels and resolution on Pets with 20 steps, so that a run takes about a minute on one
@@ -91,9 +91,9 @@ def size_arms(config: Config, sizes: tuple[int, ...], parent: str = "") -> dict[
     return arms
 
 
-def redraw_positions(before: Path, config: Config) -> ViT:
-    """The weights before it at the config's size, with positions as they are before training."""
-    old = require_vit(load(before))
+def redraw_positions(start: Path, config: Config) -> ViT:
+    """The weights of `start` at the config's size, with positions as they are before training."""
+    old = require_vit(load(start))
     model = require_vit(build(old.config.replace(image_size=pair(config.image_size))))
     model.initialize(torch.Generator().manual_seed(config.seed))
     kept = {name: value for name, value in old.state_dict().items() if not name.startswith("positions.")}
@@ -120,10 +120,10 @@ HEAD_MARGIN = 0.005
 
 def head_arms(budget: Budget) -> dict[str, Arm]:
     """A pre-training with the paper's hidden layer in its head, and fine-tunings without it and with it."""
-    before = pretrain_config(budget)
-    before = before.replace(model=vit(before).replace(representation=vit(before).width))
+    pretraining = pretrain_config(budget)
+    model = vit(pretraining).replace(representation=vit(pretraining).width)
     config = finetune_config(budget)
-    made = {BEFORE: Arm(before, is_compared=False)}
+    made = {BEFORE: Arm(pretraining.replace(model=model), is_compared=False)}
     made |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", parent=BEFORE)
     kept = config.replace(head="keep")
     return made | rate_arms(
@@ -131,19 +131,19 @@ def head_arms(budget: Budget) -> dict[str, Arm]:
     )
 
 
-def redraw_last_layer(before: Path, config: Config) -> ViT:
-    """The weights before it, hidden layer and all, with a last layer for the config's classes.
+def redraw_last_layer(start: Path, config: Config) -> ViT:
+    """The weights of `start`, hidden layer and all, with a last layer for the config's classes.
 
     The paper does not say how it was drawn: here as its other layers that follow no non-linearity, by LeCun's rule.
     """
-    model = require_vit(load(before))
+    model = require_vit(load(start))
     classes = len(open_splits(config).classes)
     model.config = model.config.replace(classes=classes)
     model.head = nn.Linear(model.config.representation or model.config.width, classes)
     with torch.no_grad():
         lecun_normal(model.head.weight, torch.Generator().manual_seed(config.seed))
         nn.init.zeros_(model.head.bias)
-    model.about = About(preprocess=model.about.preprocess)  # whose class names are those before
+    model.about = About(preprocess=model.about.preprocess)  # the class names are other ones
     return model
 
 

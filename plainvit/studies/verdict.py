@@ -10,8 +10,10 @@ method (Scand. J. Statist. 6, 1979) keeps the probability of any wrong decision 
 """
 
 import math
+import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +22,7 @@ from plainvit.evaluate.statistics import mean_ranks, student_quantile, student_t
 
 Outcome = Literal["supported", "contradicted", "inconclusive"]
 LEVEL = 0.05
-FEWEST = 3  # runs of an arm needed for a decision
+MIN_RUNS = 3  # runs of an arm needed for a decision
 RESAMPLES = 4000
 
 
@@ -28,43 +30,39 @@ RESAMPLES = 4000
 class Estimate:
     """An effect with its standard error and degrees of freedom."""
 
-    effect: Any  # float, or an array of many simulated studies
-    error: Any
-    freedom: Any
+    effect: float
+    error: float
+    df: float
     runs: int  # in all arms
     fewest: int  # runs of the smallest arm
 
-    def tail(self, limit: float) -> Any:
+    def tail(self, limit: float) -> float:
         """One-sided p-value of effect > limit."""
         if self.fewest < 2:
             return 1.0
-        error = np.maximum(self.error, np.finfo(float).tiny)  # runs without any spread are certain
-        return student_tail((self.effect - limit) / error, self.freedom)
+        error = max(self.error, sys.float_info.min)  # runs without any spread are certain
+        return float(student_tail((self.effect - limit) / error, self.df))
 
     @property
     def interval(self) -> tuple[float, float]:
         """95 % confidence interval."""
-        half = student_quantile(self.freedom) * self.error if self.fewest > 1 else math.inf
+        half = student_quantile(self.df) * self.error if self.fewest > 1 else math.inf
         return self.effect - half, self.effect + half
 
     def __neg__(self) -> "Estimate":
-        return Estimate(-self.effect, self.error, self.freedom, self.runs, self.fewest)
+        return replace(self, effect=-self.effect)
 
 
-def contrast(samples: Sequence[tuple[float, Any]]) -> Estimate:
-    """The sum of weight * mean over (weight, values [..., runs] of independent runs)."""
-    weights = [weight for weight, _ in samples]
-    values = [np.asarray(runs, float) for _, runs in samples]
-    counts = [runs.shape[-1] for runs in values]
-    effect = sum(weight * runs.mean(-1) for weight, runs in zip(weights, values, strict=True))
+def contrast(samples: Sequence[tuple[float, Sequence[float]]]) -> Estimate:
+    """The sum of weight * mean over (weight, values of independent runs)."""
+    counts = [len(runs) for _, runs in samples]
+    effect = sum(weight * statistics.fmean(runs) for weight, runs in samples)
     if min(counts) < 2:
         return Estimate(effect, math.inf, 1.0, sum(counts), min(counts))
-    variances = [
-        weight**2 * runs.var(-1, ddof=1) / runs.shape[-1] for weight, runs in zip(weights, values, strict=True)
-    ]
+    variances = [weight**2 * float(np.var(runs, ddof=1)) / len(runs) for weight, runs in samples]
     denominator = sum(variance**2 / (count - 1) for variance, count in zip(variances, counts, strict=True))
-    freedom = np.where(denominator > 0, sum(variances) ** 2 / np.maximum(denominator, np.finfo(float).tiny), 1.0)[()]
-    return Estimate(effect, np.sqrt(sum(variances)), freedom, sum(counts), min(counts))
+    df = sum(variances) ** 2 / denominator if denominator > 0 else 1.0
+    return Estimate(effect, math.sqrt(sum(variances)), df, sum(counts), min(counts))
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Estimate:
@@ -89,9 +87,13 @@ class Criterion:
     p_against: float
     unit: str = ""
 
-    def to_json(self, adjusted: float, sign: int) -> dict[str, Any]:
+    def to_json(self, adjusted: float, fewest: int) -> dict[str, Any]:
+        """With the adjusted p-value, and whether it holds: yes, no or open."""
         shown = {name: getattr(self, name) for name in ("name", "need", "effect", "low", "high", "runs", "unit")}
-        return shown | {"p": adjusted, "holds": {1: "yes", 0: "open", -1: "no"}[sign]}
+        holds = "open"
+        if adjusted <= LEVEL and fewest >= MIN_RUNS:
+            holds = "yes" if self.p_for < self.p_against else "no"
+        return shown | {"p": adjusted, "holds": holds}
 
 
 def describe_effect(criterion: Mapping[str, Any]) -> str:
@@ -113,8 +115,8 @@ def above(name: str, estimate: Estimate, limit: float = 0.0, unit: str = "") -> 
 
 def within(name: str, estimate: Estimate, margin: float, unit: str = "") -> Criterion:
     """The effect is between -margin and margin: two one-sided tests at 2.5 %, so that the 95 % interval decides."""
-    p_for = 2 * np.maximum(estimate.tail(-margin), (-estimate).tail(-margin))
-    p_against = 2 * np.minimum(estimate.tail(margin), (-estimate).tail(margin))
+    p_for = 2 * max(estimate.tail(-margin), (-estimate).tail(-margin))
+    p_against = 2 * min(estimate.tail(margin), (-estimate).tail(margin))
     need = f"within ±{_with_unit(margin, unit)}"
     return Criterion(name, need, estimate.effect, *estimate.interval, estimate.runs, p_for, p_against, unit)
 
@@ -140,9 +142,7 @@ def bootstrap(
 
 
 def _with_unit(value: float, unit: str) -> str:
-    if not value:
-        return "0"
-    return f"{100 * value:g} points" if unit == "points" else f"{value:g}{unit and ' ' + unit}"
+    return f"{100 * value:g} points" if value and unit == "points" else f"{value:g}"
 
 
 # Verdict --------------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def holm(values: Sequence[float]) -> list[float]:
     return np.minimum(adjusted, 1.0).tolist()
 
 
-def decide(criteria: Sequence[Criterion], fewest: int = FEWEST, note: str = "") -> Verdict:
+def decide(criteria: Sequence[Criterion], fewest: int = MIN_RUNS, note: str = "") -> Verdict:
     """Supported if every criterion holds, contradicted if one is ruled out, otherwise inconclusive.
 
     fewest: runs of the smallest arm; with less than three nothing is decided.
@@ -175,16 +175,13 @@ def decide(criteria: Sequence[Criterion], fewest: int = FEWEST, note: str = "") 
     tested = [number for number, criterion in enumerate(criteria) if criterion.runs]
     for number, adjusted in zip(tested, holm([p_values[number] for number in tested]), strict=True):
         p_values[number] = adjusted
-    signs: list[int] = []
-    for criterion, p in zip(criteria, p_values, strict=True):
-        is_decided = p <= LEVEL and fewest >= FEWEST
-        signs.append((1 if criterion.p_for < criterion.p_against else -1) if is_decided else 0)
+    records = tuple(criterion.to_json(p, fewest) for criterion, p in zip(criteria, p_values, strict=True))
+    held = {record["holds"] for record in records}
     outcome: Outcome = "inconclusive"
-    if min(signs) < 0:
+    if "no" in held:
         outcome = "contradicted"
-    elif min(signs) > 0:
+    elif held == {"yes"}:
         outcome = "supported"
-    records = tuple(criterion.to_json(p, sign) for criterion, p, sign in zip(criteria, p_values, signs, strict=True))
     why = "; ".join(f"{record['name']} {describe_effect(record)}" for record in records)
     return Verdict(outcome, f"{why}. {note}" if note else why, records)
 
