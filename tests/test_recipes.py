@@ -123,6 +123,11 @@ TABLES = {
         ("steps", "resized", "image_size", "augment.mixup", "expected"),
         {"bit": (500, 448, 384, 0, "96.62")},
     ),
+    "ViT, Table 7": Table(
+        {"optim.name": "sgd", "optim.lr": 0.48, "optim.weight_decay": 1e-4, "optim.warmup": 5000, "optim.clip": 0},
+        ("shape", "expected"),
+        {"r50x1-jft-sgd": ("BiT-R50x1", "78.24"), "r152x2-jft-sgd": ("BiT-R152x2", "84.37")},
+    ),
     "AugReg": Table(
         GOOGLE | ADAM | CENTER | {"epochs": 300, "optim.lr": 1e-3, "optim.schedule": "cosine", "optim.clip": 1},
         ("shape", "augment.randaugment", "augment.mixup", "optim.weight_decay", "model.dropout", "expected"),
@@ -145,6 +150,7 @@ TABLES = {
         ("data", "steps", "optim.warmup", "optim.grid", "expected"),
         {
             "augreg-ft-imagenet": ("imagenet", 20_000, 500, (0.01, 0.03), "85.49"),
+            "augreg-ft-other": ("", 2_500, 200, (0.001, 0.003, 0.01), ""),
         },
     ),
     "Better plain ViT baselines": Table(

@@ -1,13 +1,14 @@
-"""Big Transfer: fine-tuning by BiT-HyperRule.
+"""Big Transfer: fine-tuning by BiT-HyperRule, and the paper's ResNets pre-trained with SGD.
 
     plainvit finetune bit --init runs/r50x1-jft --data DIR
 
-Source: BiT (arXiv 1912.11370), section 3.3. The ViT paper ran its ResNets with this rule and with its own Table 4, and
-kept the better.
+Source: BiT (arXiv 1912.11370), section 3.3; ViT (arXiv 2010.11929), Table 7. The ViT paper ran its ResNets with this
+rule and with its own Table 4, and kept the better.
 """
 
 from plainvit.config import Augment, Config, DataSummary, Optim, Preprocess
-from plainvit.recipes import Recipe
+from plainvit.recipes import Recipe, describe_recipe
+from plainvit.recipes.paper import pretraining
 
 
 def bit(data: DataSummary = DataSummary(images=10_000, classes=100, side=224)) -> Config:  # noqa: B008
@@ -37,4 +38,31 @@ def bit(data: DataSummary = DataSummary(images=10_000, classes=100, side=224)) -
     )
 
 
-RECIPES: dict[str, Recipe] = {"bit": bit}
+# Table 7 compares the two optimizers on ResNets: the rows of Table 3, except for these settings
+SGD = Optim(
+    name="sgd",
+    lr=0.03 * 4096 / 256,
+    weight_decay=1e-4,
+    warmup=5_000,
+    schedule="linear",  # not stated; the schedule of all rows on JFT
+    lr_end=1e-5,
+    clip=0.0,
+)
+
+
+def _describe_pretraining(name: str, model: str, expected: str, exaflops: str) -> Recipe:
+    return describe_recipe(
+        lambda: pretraining(name).replace(optim=SGD),
+        summary=f"{model} pre-trained on JFT-300M with SGD, 7 epochs.",
+        source="ViT (arXiv 2010.11929), Table 7; JFT is not public: give images of your own",
+        command=f"{name}-sgd --data DATA",
+        expected=f"ImageNet {expected} % after fine-tuning (Table 7)",
+        cost=f"{exaflops} exaFLOPs",
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    "bit": bit,
+    "r50x1-jft-sgd": _describe_pretraining("r50x1-jft", "BiT-R50x1", "78.24", "52.5"),
+    "r152x2-jft-sgd": _describe_pretraining("r152x2-jft", "BiT-R152x2", "84.37", "584"),
+}
