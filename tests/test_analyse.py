@@ -3,9 +3,11 @@
 Rollout is compared with known masks: on `shapes`, that of a trained model lies on the object.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.stats
 import tiny
@@ -14,13 +16,16 @@ from pictures import plant, plant_classes, png
 from PIL import Image
 from shell import Capture, fail, report
 from small_runs import config as small_config
+from small_runs import fail as fail_with
 from small_runs import without_figures
 from subjects import make_subject, predictor
 from tiny import filled, hybrid, vit
 
 import plainvit
 from plainvit.analyse.analysis import analyse_model, display_name, run_analyses
+from plainvit.analyse.attention import NotApplicableError
 from plainvit.analyse.explorer import explorer_section
+from plainvit.analyse.findings import analyse_filters
 from plainvit.analyse.subject import Subject, gather, open_images
 from plainvit.config import About
 from plainvit.data.decode import DataError
@@ -103,15 +108,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_analysis_writes_figures_and_page(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_analysis_writes_figures_data_and_page(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     words = ("--data", folder / "photos", "--out", tmp_path, "--count", 6, "--device", "cpu")
     printed = report(capsys, "analyse", folder / "model.safetensors", *words)
     assert Path(printed["report"]) == tmp_path / "analysis.html"
     assert {Path(path).stem for path in printed["figures"]} == ALL
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {f"{name}.png" for name in ALL}
+    assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == ALL
     for path in printed["figures"]:
         with Image.open(path) as image:
             assert min(image.size) > 150
+    model = plainvit.load(folder / "model.safetensors")
+    data = {name: json.loads((tmp_path / "figures" / f"{name}.json").read_text()) for name in ALL}
+    assert np.shape(data["attention-distance"]["distance"]) == (model.config.depth, model.config.heads)
+    assert np.shape(data["positions"]["similarity"]) == (3, 5, 3, 5)
+    assert set(data["attention-maps"]) == {"names", "rollout", "rollout, no residual", "last layer", "relevance"}
+    assert np.shape(data["attention-maps"]["rollout"]) == (6, 3, 5)
     text = Path(printed["report"]).read_text()
     assert f"Analysis of {folder.name}" in text  # model.safetensors is not used as a name
     assert "3 layers, 4 heads, width 48 and 3 x 5 patches of 8 x 8 pixels" in text
@@ -196,6 +207,18 @@ def test_open_images_accepts_folders_globs_and_datasets(tmp_path: Path) -> None:
     assert len(open_images("shapes:size=16,count=5", "", "")) == 5
     with pytest.raises(DataError, match="data root"):
         open_images("tiny-imagenet", "", "")
+
+
+def test_an_analysis_that_does_not_apply_keeps_its_earlier_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def analyse(subject: Subject) -> Any:
+        yield from analyse_filters(subject)
+        raise NotApplicableError("no more of it")
+
+    monkeypatch.setattr("plainvit.analyse.analysis.ANALYSES", {"halves": analyse})
+    assert run_all(make_subject(vit())) == ({"filters"}, ["Omitted: halves (no more of it)."])
+    monkeypatch.setattr("plainvit.analyse.analysis.ANALYSES", {"broken": fail_with(ValueError("shapes differ"))})
+    with pytest.raises(ValueError, match="shapes differ"):  # any other error is not a note
+        run_all(make_subject(vit()))
 
 
 # Rollout -------------------------------------------------------------------------------------------------------------

@@ -73,10 +73,11 @@ def test_maps_equal_explicit_attention(changes: dict[str, Any], explicit: list[T
         model(images)
     attentions = list(explicit)
     eye = torch.eye(model.config.tokens)
-    product = eye.double()
+    plain, mixed = eye.double(), eye.double()
     for attention in attentions:
-        product = (0.5 * attention.mean(1) + 0.5 * eye) @ product
-    torch.testing.assert_close(rollout(model, images), row_of(model, product), atol=1e-9, rtol=1e-9)
+        plain, mixed = attention.mean(1) @ plain, (0.5 * attention.mean(1) + 0.5 * eye) @ mixed
+    torch.testing.assert_close(rollout(model, images, residual=False), row_of(model, plain), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(rollout(model, images), row_of(model, mixed), atol=1e-9, rtol=1e-9)
     maps = attention_maps(model, images)  # [B, L, H, h, w]
     for layer, attention in enumerate(attentions):
         for head in range(model.config.heads):

@@ -3,9 +3,11 @@
     plainvit analyse runs/photos                              on the run's test or held-out images
     plainvit analyse B_16.npz --data photos/
 
-Writes analysis.html and figures/*.png. Analyses that do not apply to the model are omitted with a note.
+Writes analysis.html, figures/*.png and a JSON file with the data of each figure. Analyses that do not apply to the
+model are omitted with a note.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +17,16 @@ from plainvit.analyse import findings, page
 from plainvit.analyse.attention import NotApplicableError
 from plainvit.analyse.explorer import explorer_section
 from plainvit.analyse.figures import save
-from plainvit.analyse.subject import Finding, Subject, gather, resolve_data
+from plainvit.analyse.subject import Finding, Findings, Subject, gather, resolve_data
 from plainvit.disk import make_folder, write_text
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.runtime.display import Display
+from plainvit.runtime.folder import finite
 from plainvit.weights.pixels import Pixels
 
 # In the order of the report
-ANALYSES: dict[str, Callable[[Subject], Finding]] = {
+ANALYSES: dict[str, Callable[[Subject], Findings]] = {
     "embedding filters": findings.analyse_filters,
     "position similarity": findings.analyse_positions,
     "attention distance": findings.analyse_distance,
@@ -64,9 +67,7 @@ def analyse_model(
     make_folder(folder / "figures")  # fails before the analysis if it cannot be written
     with Display("analysis", len(ANALYSES) + 1, quiet=quiet) as display:
         results = run_analyses(subject, display)
-        figures = [folder / "figures" / f"{finding.name}.png" for finding in results]
-        for finding, path in zip(results, figures, strict=True):
-            save(finding.figure, path)
+        figures = [_write_figure(finding, folder / "figures") for finding in results]
         write_text(folder / "analysis.html", _render_report(subject, results, display_name(model)))
         display.advance(len(ANALYSES) + 1, "report")
     return Analysis(folder / "analysis.html", figures, subject.notes)
@@ -78,7 +79,7 @@ def run_analyses(subject: Subject, display: Display) -> list[Finding]:
     omitted: dict[str, list[str]] = {}
     for number, (name, analyse) in enumerate(ANALYSES.items(), 1):
         try:
-            results.append(analyse(subject))
+            results.extend(analyse(subject))
         except NotApplicableError as error:
             omitted.setdefault(str(error), []).append(name)
         display.advance(number, name)
@@ -95,6 +96,14 @@ def display_name(model: str | Path) -> str:
 
 
 # The report -----------------------------------------------------------------------------------------------------------
+
+
+def _write_figure(finding: Finding, folder: Path) -> Path:
+    """The figure as PNG, its data as JSON."""
+    path = folder / f"{finding.name}.png"
+    save(finding.figure, path)
+    write_text(path.with_suffix(".json"), json.dumps(finite(finding.data)) + "\n")
+    return path
 
 
 def _render_report(subject: Subject, results: list[Finding], name: str) -> str:

@@ -112,16 +112,17 @@ def patch_distances(model: ViT, layer: int) -> Tensor:
 
 @torch.no_grad()
 @in_eval_mode
-def rollout(model: ViT, images: Tensor) -> Tensor:
+def rollout(model: ViT, images: Tensor, *, residual: bool = True) -> Tensor:
     """[B, h, w]: the attention of each layer, mean over heads, multiplied through the layers (Abnar and Zuidema 2020).
 
-    As in that paper, each layer's matrix is averaged with the identity, for the residual connection.
+    residual: average each layer's matrix with the identity, as in that paper; the ViT paper's text does not.
     """
     model = require_global_attention(model)
     maps: list[Tensor] = []
     for batch in split_batches(model, images, 1 + len(model.blocks) // model.config.heads):  # it keeps a mean per layer
         means = reduce_attention(model, batch, lambda _, attention: attention.mean(1))  # each [B, N, N]
-        means = [(mean + torch.eye(mean.shape[-1], device=mean.device)) / 2 for mean in means]
+        if residual:
+            means = [(mean + torch.eye(mean.shape[-1], device=mean.device)) / 2 for mean in means]
         product = functools.reduce(lambda product, mean: mean @ product, means)
         maps.append(read_attention_map(model, product).cpu())
     return torch.cat(maps)

@@ -85,14 +85,16 @@ def _label_axes(axes: Axes, classes: Sequence[str]) -> None:
 
 
 def confusion_section(matrix: np.ndarray, classes: Sequence[str], images: str, folder: Path) -> Section:
-    """Also writes figures/confusion.png."""
-    figure = page.publish_figure(folder, "confusion", draw_confusion(matrix, classes), "Confusion matrix")
+    """Also writes figures/confusion.png and .csv."""
+    figure = draw_confusion(matrix, classes)
+    rows = [[name, *row] for name, row in zip(classes, matrix.astype(int).tolist(), strict=True)]
+    links = page.publish_figure(folder, "confusion", figure, [["truth \\ prediction", *classes], *rows])
     note = "Rows are true classes, columns predicted classes: correct in blue, errors in orange, darker when frequent."
     note += " Numbers are percentages of the row." if len(matrix) <= NUMBERED else ""
     confusions = page.element("div", _confusion_table(matrix, classes, images))
-    drawn = page.element("div", figure, page.element("p", note, class_="note"))
+    drawn = page.element("div", page.inline_figure(figure, "Confusion matrix"), page.element("p", note, class_="note"))
     layout = "side-by-side" if len(matrix) <= 12 else None  # a larger matrix needs the full width
-    return page.make_section("Confusion matrix", page.element("div", confusions, drawn, class_=layout))
+    return page.make_section("Confusion matrix", page.element("div", confusions, drawn, class_=layout), links)
 
 
 def find_frequent_confusions(matrix: np.ndarray, most: int = 10) -> list[tuple[int, int]]:

@@ -14,12 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from plainvit.analyse.figures import COLORS, new_figure, number, styled
+from plainvit.analyse.figures import COLORS, PANEL, new_figure, number, styled
 from plainvit.analyse.gallery import choose_evenly
-from plainvit.analyse.page import Section, make_section, publish_figure
+from plainvit.analyse.page import Section, element, inline_figure, make_section, publish_figure
 
 TRAINING = ("epoch", "loss", "accuracy", "lr", "norm", "waiting", "skipped")
-METRICS = ("top1", "nll", "loss")  # loss: of runs without labels
+METRICS = ("top1", "top5", "nll", "loss")  # loss: of runs without labels
 VALIDATION = tuple(f"val_{name}" for name in METRICS)
 BUCKETS = 120  # points of a curve of training steps
 
@@ -91,6 +91,17 @@ def draw_curves(table: Table) -> Figure:
     return figure
 
 
+@styled()
+def draw_panel(table: Table, panel: str) -> Figure:
+    """One panel ("loss", "top1" ...) for an HTML page, with fixed margins so that panels align."""
+    figure = Figure(PANEL)
+    left, bottom, width, height = 0.115, 0.17, 0.88, 0.71  # of the axes, as fractions of the figure
+    axes = figure.add_axes((left, bottom, width, height))
+    _draw_panel(axes, table, panel)
+    axes.set_title(_PANELS[panel][0], x=-left / width)  # at the left edge of the figure
+    return figure
+
+
 def _draw_panel(axes: Axes, table: Table, name: str) -> None:
     title, lines = _PANELS[name]
     for column, label, color in lines:
@@ -105,7 +116,7 @@ def _draw_panel(axes: Axes, table: Table, name: str) -> None:
         _use_log_scale_for_decades(axes)
     elif name in ("lr", "waiting"):  # start at zero, and show at least 10 %
         axes.set_ylim(0, max(axes.get_ylim()[1], 10 if name == "waiting" else 1e-12))
-    elif name == "top1":
+    elif name in ("top1", "top5"):
         axes.set_ylim(top=min(axes.get_ylim()[1], 101))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
     if name == "loss":
@@ -145,6 +156,9 @@ def _mark_skipped(axes: Axes, table: Table) -> None:
 
 def curves_section(table: Table, folder: Path) -> Section | None:
     """Also writes figures/curves.png; None if no step was recorded."""
-    if not list_panels(table):
+    names = list_panels(table)
+    if not names:
         return None
-    return make_section("Learning curves", publish_figure(folder, "curves", draw_curves(table), "Curves by step"))
+    links = publish_figure(folder, "curves", draw_curves(table), data="metrics.jsonl")
+    panels = [inline_figure(draw_panel(table, name), f"{_PANELS[name][0]} by step") for name in names]
+    return make_section("Learning curves", element("div", *panels, class_="figures"), links)

@@ -73,10 +73,12 @@ def _summarize(card: Card, result: Result) -> Html:
 
 def _calibration_section(result: Result, folder: Path) -> Section:
     bins, summary = result.bins(), result.confidence_sentence
+    figure = draw_calibration(bins)
+    rows = [["images", "mean probability", "accuracy"], *bins.tolist()]
+    links = page.publish_figure(folder, "calibration", figure, rows)
     text = f"{summary[:1].upper()}{summary[1:]}. Expected calibration error: {page.points(result.calibration_error)} "
     text += "(15 bins). The line is perfect calibration; bars below it: overconfident. Darker bars: more images."
-    figure = page.publish_figure(folder, "calibration", draw_calibration(bins), "Reliability diagram")
-    return page.make_section("Calibration", text, figure)
+    return page.make_section("Calibration", text, page.inline_figure(figure, "Reliability diagram"), links)
 
 
 @figures.styled()

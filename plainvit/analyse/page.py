@@ -175,12 +175,16 @@ def inline_figure(figure: Figure, label: str) -> Html:
     return element("figure", svg, class_=kind, style=width)
 
 
-def publish_figure(folder: Path, name: str, figure: Figure, label: str) -> Html:
-    """The figure with a link to figures/NAME.png, which is written."""
-    path = f"figures/{name}.png"
-    figures.save(figure, folder / path)
-    link = element("p", "Figure: ", element("a", path, href=path), ".", class_="note")
-    return join([inline_figure(figure, label), link])
+def publish_figure(
+    folder: Path, name: str, figure: Figure, rows: Iterable[Sequence[object]] = (), *, data: str = ""
+) -> Html:
+    """Saves figures/NAME.png and .csv, and returns links to them; `data` is another file that holds the numbers."""
+    figures.save(figure, folder / "figures" / f"{name}.png")
+    if not data:
+        data = f"figures/{name}.csv"
+        figures.write_csv(folder / data, rows)
+    links = [element("a", path, href=path) for path in (data, f"figures/{name}.png")]
+    return element("p", "Data: ", links[0], ". Figure: ", links[1], ".", class_="note")
 
 
 def embed_image(image: np.ndarray, alt: str, side: int = THUMB) -> Html:

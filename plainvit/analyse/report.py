@@ -91,6 +91,7 @@ def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") 
         predictions_section(samples, totals=_count_errors(run)),
         _command_section(run),
         _settings_section(run),
+        _machine_section(run),
     ]
     title = printable(run.config.get("recipe") or folder.resolve().name)
     subtitle = "Training run", folder.resolve().name, printable(run.environment.get("started") or "")[:10]
@@ -256,17 +257,32 @@ def _command_section(run: Run) -> Section | None:
 
 
 def _settings_section(run: Run) -> Section | None:
-    """The settings that differ from the defaults, and the machine, both folded."""
-    defaults, environment = flatten(to_json(Config())), flatten(run.environment)
-    changed = {key: value for key, value in flatten(run.config).items() if defaults.get(key) != value}
-    machine = {key: value for key, value in environment.items() if key != "command"}
-    parts = []
-    for title, values in (("Settings that differ from the defaults", changed), ("Machine", machine)):
-        shown = page.pairs({key: _format_value(value) for key, value in values.items()})
-        if values:
-            parts.append(page.element("details", page.element("summary", title), shown))
-    return page.make_section("Settings", *parts) if parts else None
+    if not run.config:
+        return None
+    defaults = flatten(to_json(Config()))
+    changed = {key: _format_value(value) for key, value in flatten(run.config).items() if defaults.get(key) != value}
+    summary = page.element("summary", f"{page.pluralize(len(changed), 'setting')} that differ from the defaults")
+    return page.make_section("Settings", _data_table(run), page.element("details", summary, page.pairs(changed)))
+
+
+def _data_table(run: Run) -> Html:
+    """The number of images of each split, and the fingerprint of their names and labels."""
+    values = {}
+    for name, part in run.data.get("splits", {}).items():
+        values[page.SPLIT[name]] = f"{page.pluralize(part['images'], 'image')}, fingerprint {part['fingerprint']}"
+    return page.pairs(values) if values else Html("")
 
 
 def _format_value(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(_format_value, value)) or page.NONE
+    if isinstance(value, float):
+        return f"{value:.10g}" if math.isfinite(value) else page.NONE
+    return page.NONE if value is None or value == "" else str(value)
+
+
+def _machine_section(run: Run) -> Section | None:
+    values = {key: _format_value(value) for key, value in flatten(run.environment).items() if key != "command"}
+    return page.make_section("Machine", page.pairs(values)) if values else None

@@ -1,11 +1,12 @@
-"""What is analysed (a model and images), and what an analysis returns (a figure with text).
+"""What is analysed (a model and images), and what an analysis returns (figures with text).
 
 subject = gather(Predictor("runs/photos"), "photos/", split="", data_root="", count=128)
-analyse_filters(subject).figure                  one of the analyses in findings.py
+next(analyse_filters(subject)).figure            one of the analyses in findings.py
 
 An analysis that does not apply to a model raises NotApplicableError with the reason, which the report shows.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -77,13 +78,17 @@ class Subject:
 
 @dataclass
 class Finding:
-    """A figure, and how to read it."""
+    """A figure with its data, and how to read it."""
 
-    name: str  # of its file
+    name: str  # of its files
     title: str
     text: str
     figure: Figure
+    data: dict[str, Any]
     html: Html | None = None  # shown in the report instead of the figure
+
+
+Findings = Iterator[Finding]
 
 
 # Images ---------------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ def analyse(
 ) -> None:
     """Show what a model has learned: filters, position embedding, attention distance, attention maps.
 
-    Writes figures/*.png and analysis.html, which works offline: click a patch to see what it attends to. A
-    run folder needs no --data: its test or held-out images are used.
+    Writes figures/*.png, each with its numbers as JSON next to it, and analysis.html, which works offline: click a
+    patch to see what it attends to. A run folder needs no --data: its test or held-out images are used.
 
     Args:
         data: Folder, glob, or known dataset
