@@ -165,7 +165,7 @@ WRONG = {  # command: words that the line must name
     "evaluate A --data B --workers -2": "--workers -2",
     "evaluate A --data B --devices 0": "--devices 0",
     "predict A B --batch 0": "--batch 0",
-    "bench A --images 0": "--images 1",
+    "export A --images 1": "--images 2",
 }
 
 
