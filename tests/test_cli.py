@@ -193,7 +193,7 @@ def parsed(command: str) -> functools.partial[object]:
         ("train digits --track wandb tensorboard", {"track": ("wandb", "tensorboard")}),
         ("train digits --model.patch 2 --model ViT-S/16", {"model.patch": (2,), "model": "ViT-S/16"}),
         ("train digits --model.no-class-token --recompute", {"model.class_token": False, "recompute": True}),
-        ("train digits --image_size=16 --head-bias -6.9", {"image_size": 16, "head_bias": -6.9}),
+        ("train digits --image-size=16 --head-bias -6.9", {"image_size": 16, "head_bias": -6.9}),
     ],
 )
 def test_settings_are_the_flags_that_were_given(command: str, settings: dict[str, object]) -> None:
