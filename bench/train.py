@@ -151,8 +151,7 @@ def measure_model(name: str, options: Options, skipped: list[str]) -> list[dict[
     batch, is_gpu = options.choose_batch(name), options.is_gpu
     job = make_job(name, options.configure_model(name), batch, options.device, compiled=options.compiled)
     steps = options.loss_steps or (30 if is_gpu else 3)
-    names = list_systems(options.systems)
-    systems = [system for system_name in names if (system := warm_up(system_name, job, steps, skipped))]
+    systems = list(filter(None, (warm_up(system, job, steps, skipped) for system in list_systems(options.systems))))
     if not systems or systems[0].name != BASELINE:
         raise RuntimeError("without plainvit no peer is measured; try --compile off")
     matmul_rates = measure_rounds(systems, job, options, skipped)
@@ -234,8 +233,9 @@ def compare_losses(system: System, baseline: System, options: Options) -> dict[s
     """The largest relative difference from plainvit's losses (NaN if one is not finite), and its limit."""
     pairs = zip(system.losses, baseline.losses, strict=True)
     difference = float(np.max([abs(loss - expected) / abs(expected) for loss, expected in pairs]))
-    own_limit = VARIANTS[system.name].loss_limit if system.name in VARIANTS else None
-    limit = LOSS_LIMIT["cuda" if options.is_gpu else "cpu"] if own_limit is None else own_limit
+    limit = VARIANTS[system.name].loss_limit if system.name in VARIANTS else None
+    if limit is None:
+        limit = LOSS_LIMIT["cuda" if options.is_gpu else "cpu"]
     row = {"losses": system.losses, "loss_difference": difference, "loss_limit": limit}
     return row | {"is_valid": system.is_finite and difference <= limit}
 

@@ -15,7 +15,7 @@ import inspect
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -255,12 +255,13 @@ def _reject(word: str, command: str, flags: list[Flag], parser: argparse.Argumen
 
 
 def format_help(
-    call: Callable[..., Any], command: str, *, common: Iterable[str] = (), config: Config | None = None
+    call: Callable[..., Any], command: str, *, common: Sequence[str] = (), config: Config | None = None
 ) -> str:
     """The help of a command: all flags, or the common ones and how to list all."""
     flags = list_flags(call, config)
-    if common := tuple(common):
-        flags = [flag for name in common for flag in flags if name == flag.name]
+    if common:
+        by_name = {flag.name: flag for flag in flags}
+        flags = [by_name[name] for name in common]
     words = [str(flag.metavar) for flag in flags if flag.is_word]
     width = min(shutil.get_terminal_size().columns, 120)
     paragraphs = inspect.cleandoc(call.__doc__ or "").partition("\nArgs:\n")[0].strip().split("\n\n")

@@ -74,16 +74,20 @@ def predict(
             drawn = choose_evenly(len(source)).tolist()
         if out:
             summary, rows = write(job, source, out, engine=engine, force=force, quiet=json, keep=drawn)
+            drawn_rows = rows
         else:
             keep = bool(sheet) or not json
             summary, rows = _predict_rows(job, source, engine, stdout if json else None, keep=keep)
+            drawn_rows = [rows[index] for index in drawn]
     if sheet:
         from plainvit.analyse.figures import save
         from plainvit.analyse.gallery import contact_sheet
 
-        save(contact_sheet(source, drawn, rows if out else [rows[index] for index in drawn]), sheet)
+        save(contact_sheet(source, drawn, drawn_rows), sheet)
     accuracy = describe_accuracy_of_run(model)
-    notes = [*([f"{model}: {accuracy}"] if accuracy else []), *([f"sheet: {sheet}"] if sheet else [])]
+    notes = [f"{model}: {accuracy}"] if accuracy else []
+    if sheet:
+        notes.append(f"sheet: {sheet}")
     if out:
         _print_summary(summary, json, notes)
     elif not json and summary.unreadable < summary.images:

@@ -96,7 +96,8 @@ def describe_results(results: dict[str, Any]) -> Iterator[str]:
             correct = round(scores["top1"] * scores["images"])
             accuracy, *warning = describe_accuracy(correct, scores["images"], scores.get("majority_accuracy"))
             yield from (f"{name}: {accuracy}", *warning)
-            if split == "val" and (better := results.get("better_before")):
+            better = results.get("better_before")
+            if split == "val" and better:
                 step = f"step {better['step']:,} had {100 * better['top1']:.2f} %"
                 yield f"the final weights are the last step's; {step}: use --patience N to keep the best"
         elif scores.get("loss") is not None:

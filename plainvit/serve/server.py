@@ -77,7 +77,8 @@ def check_access(host: str, no_auth: bool) -> tuple[str, Sequence[str]]:
         raise ValueError(f"--host must be an IP address or localhost, got {host!r}") from error
     if not is_local and not token and not no_auth:
         raise ValueError(f"--host {host} lets other machines connect: set {TOKEN} to a secret, or give --no-auth")
-    return ("" if no_auth else token), ((*LOOPBACK, host) if is_local else ())
+    hosts = (*LOOPBACK, host) if is_local else ()
+    return "" if no_auth else token, hosts
 
 
 def bind_port(host: str, port: int) -> socket.socket:
