@@ -132,6 +132,13 @@ def test_int8_quantizes_weights_per_channel_and_keeps_the_worst_layers(
     assert all(scales.size in weight.shape and scales.size > 1 for weight, scales in weights)
 
 
+def test_int8_without_a_head_is_compared_by_its_features(tmp_path: Path) -> None:
+    model = vit(torch.float32, classes=0)
+    written, checks = export(Predictor(model), noise(model, 7), ["onnx"], tmp_path, int8=True)
+    assert [path.name for path in written] == ["model.int8.onnx"]
+    assert checks[1].agreeing == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["oxford-pets", "imagenet-photos"])
 def test_int8_of_published_weights_agrees_on_photos(data: str, tmp_path: Path) -> None:

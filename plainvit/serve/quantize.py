@@ -117,11 +117,9 @@ def _matmul_error(x: np.ndarray, weight: np.ndarray) -> float:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """ONNX Runtime prints its progress, and advises to use the preprocessing that was just used."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        root.setLevel(level)
+        logging.disable(logging.NOTSET)

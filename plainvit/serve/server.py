@@ -7,7 +7,6 @@ this machine can connect.
 import contextlib
 import gc
 import ipaddress
-import logging
 import os
 import resource
 import socket
@@ -30,7 +29,6 @@ from plainvit.serve.service import Service, lower_priority
 TOKEN = "PLAINVIT_TOKEN"  # environment variable: command lines are visible to other users
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 GRACE = 30  # seconds for accepted requests after a signal
-log = logging.getLogger("plainvit")
 
 
 def split_name(word: str) -> tuple[str, str]:

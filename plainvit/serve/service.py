@@ -3,9 +3,8 @@
     service = Service("photos", Predictor("runs/photos"), Limits())
     await service.run("logits", [photo], time.monotonic() + 10)
 
-Every limit is checked before memory is allocated for what it limits; `admit` raises OverloadError when the queue is
-full. A photo that cannot be decoded, or that the model fails on, is an exception in its place; the others of the
-request are answered.
+Every limit is checked before memory is allocated for what it limits. A photo that cannot be decoded, or that the model
+fails on, is an exception in its place; the others of the request are answered.
 """
 
 import asyncio
