@@ -267,7 +267,8 @@ def print_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         line = [row["system"], row["batch"], f"{row['images_per_second']:,.1f}", f"{row['ms']:,.3f}"]
         line += [f"{row['min_ms']:,.3f}-{row['max_ms']:,.3f}"]
-        line += [format_number(row["ratio"], ".3f") + "*" * row["is_best_peer"], format_number(row["x_timm"], ".2f")]
+        line += [format_number(row["ratio"], ".3f") + ("*" if row["is_best_peer"] else "")]
+        line += [format_number(row["x_timm"], ".2f")]
         line += [f"{row['mfu']:.1f}", format_number(row["kernel_ms"], ",.3f"), f"{row['error']:.1e}"]
         lines.append([*line, f"{row['first_call_seconds']:.0f}"])
     print_table(title, ("system", *columns), lines, left=("system",))

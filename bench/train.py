@@ -246,7 +246,7 @@ def print_rows(rows: Sequence[dict[str, Any]], options: Options) -> None:
     for row in rows:
         line = [f"{row['model']} x{row['batch']}", row["system"], f"{row['images_per_second']:,.1f}"]
         line += [f"{row['min']:,.1f}-{row['max']:,.1f}"]
-        line += [format_number(row["ratio"], ".3f") + "*" * row["is_best_peer"]]
+        line += [format_number(row["ratio"], ".3f") + ("*" if row["is_best_peer"] else "")]
         line += [f"{row['matmul']:,.3g}", f"{row['mfu']:.1f}", f"{row['hfu']:.1f}"]
         line += [format_number(row["peak_gib"], ".2f"), f"{row['step_ms']:,.2f}"]
         line += [format_number(row["kernel_ms"], ",.2f"), f"{row['first_step_seconds']:.0f}"]
@@ -292,8 +292,9 @@ def make_options(args: argparse.Namespace) -> Options:
             raise ValueError(f"--systems: {name!r} is unknown: use {'; '.join((*VARIANTS, *PEERS))}")
     counts = {name: getattr(args, name) for name in ("batch", "steps", "loss_steps", "repeats")}
     for name, value in counts.items():
-        if value < (name == "repeats"):
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {int(name == 'repeats')}, got {value}")
+        least = 1 if name == "repeats" else 0
+        if value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     compiled = args.compile == "on" or (args.compile == "auto" and device.startswith("cuda"))
     return Options(device, models, systems, compiled=compiled, image_size=args.image_size, **counts)
 

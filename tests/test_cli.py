@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from shell import Capture, fail, run
@@ -65,11 +64,6 @@ def test_inspect_as_json(capsys: Capture) -> None:
     assert steps["block3/attention"]["shape"] == [1, 3, 5, 5]
     assert steps["block3/attention"]["mean"] == pytest.approx(1 / 5)  # rows of a softmax over five tokens
     assert steps["logits"]["shape"] == [1, 1000]
-
-
-def test_inspect_prints_the_intermediates_of_a_hybrid(capsys: Capture) -> None:
-    text = printed(capsys, "inspect", "R+ViT-Ti/16", "--image-size", "32")
-    assert all(word in text for word in ("root", "logits"))
 
 
 def test_a_run_folder_may_have_the_name_of_a_model(
@@ -212,13 +206,6 @@ def test_other_flags_become_arguments_of_the_function() -> None:
     }
 
 
-def test_a_parameter_named_like_a_word_of_python_ends_in_an_underscore() -> None:
-    def weights(pattern: str = "*", /, *, for_: Literal["cpu", "gpu"] | None = None) -> None: ...
-
-    call = parse(weights, "weights", ["--for", "gpu", "vit*"])
-    assert (call.args, call.keywords) == (("vit*",), {"for_": "gpu"})
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
 def test_help_lists_every_command_below_its_task(capsys: Capture, arguments: list[str]) -> None:
     out = printed(capsys, *arguments)
@@ -259,22 +246,6 @@ def test_help_shows_the_values_of_the_recipe(capsys: Capture) -> None:
     out = " ".join(printed(capsys, "train", "digits", "--help").split())
     for value in ("64", "120", "0.002", "digits"):  # batch, epochs, optim.lr, data
         assert f"(default: {value})" in out
-
-
-@pytest.mark.parametrize(
-    ("command", "usage"),
-    [
-        ("models", "[PATTERN]"),
-        ("paper", "[TABLE] [RUN ...]"),
-        ("compare", "RUN ..."),
-        ("train", "[RECIPE]"),
-        ("inspect", "MODEL"),
-        ("data info", "DATA"),
-    ],
-)
-def test_usage_shows_what_is_optional(capsys: Capture, command: str, usage: str) -> None:
-    line = printed(capsys, *command.split(), "--help").splitlines()[0]
-    assert line == f"usage: plainvit {command} {usage} [FLAGS]"
 
 
 # Lists ----------------------------------------------------------------------------------------------------------------

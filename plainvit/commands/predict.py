@@ -196,11 +196,10 @@ def _print_table(rows: list[dict[str, Any]], notes: Sequence[str]) -> None:
         if row["error"]:
             table.add_row(name, Text(row["error"], style="red"), "", "")
             continue
-        (label, probability), *rest = [
-            (_truncate(entry["label"]), f"{100 * entry['probability']:.1f}\u00a0%")  # no line break before the sign
-            for entry in row["predictions"]
-        ]
-        table.add_row(name, Text(label), probability, Text(", ".join(map(" ".join, rest))))
+        labels = [_truncate(entry["label"]) for entry in row["predictions"]]
+        values = [f"{100 * entry['probability']:.1f}\u00a0%" for entry in row["predictions"]]  # no line break before %
+        rest = ", ".join(f"{label} {value}" for label, value in zip(labels[1:], values[1:], strict=True))
+        table.add_row(name, Text(labels[0]), values[0], Text(rest))
     print_result(None, Group(table, *map(Text, notes)))
 
 

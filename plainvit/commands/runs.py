@@ -76,8 +76,9 @@ def _train(command: str, recipe: str, settings: Settings, flags: RunFlags) -> Pr
     if os.environ.get("RANK", "0") != "0":  # only the main process prints
         return None
     if flags.json:
-        for scores in filter(lambda value: isinstance(value, dict), run.numbers.values()):
-            scores.pop("confusion", None)  # a row for each pair of classes; it is in results.json
+        for scores in run.numbers.values():
+            if isinstance(scores, dict):
+                scores.pop("confusion", None)  # a row for each pair of classes; it is in results.json
         print_result({"folder": str(run.folder), **run.numbers}, None)
         return None
     for line in (*describe_choice(run.numbers), *describe_results(run.numbers)):
