@@ -11,7 +11,8 @@ plainvit     `plainvit serve`, with the backend and the precision that it choose
 fp32         `plainvit serve --precision fp32`
 torch        `plainvit serve --precision fp32 --backend torch`
 litserve     LitServe with batches of 32 and a batch timeout of 2 ms, PyTorch fp32 (pip install litserve)
-plain        a Starlette route that calls the PyTorch model in a thread pool, one image at a time, fp32
+plain        a Starlette route that calls the PyTorch model in a thread pool, one image at a time, fp32 (pip install
+             python-multipart)
 """
 
 import importlib.util
@@ -132,9 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds: dict[str, list[dict[str, float]]] = {}
     with TemporaryDirectory() as folder:
         commands = make_commands(weights.resolve(), Path(folder))
-        if importlib.util.find_spec("litserve") is None:
-            warn_skipped("litserve: it is not installed (pip install litserve)", skipped)
-            del commands["litserve"]
+        for name, module in {"litserve": "litserve", "plain": "python_multipart"}.items():
+            if importlib.util.find_spec(module) is None:
+                warn_skipped(f"{name}: {module} is not installed (pip install litserve python-multipart)", skipped)
+                del commands[name]
         for _ in range(args.repeats):
             for name, (command, port) in commands.items():
                 with start_server(command, port, requests) as session:
