@@ -447,7 +447,7 @@ SHAPES = "shapes of the weights"
 # What no shape shows; a file of any kind must say where it has these from
 NUMERICS = {
     "vit": ("activation", "norm_eps", "mean", "std", "image_size"),
-    "resnet": ("standardise", "norm_eps", "padding", "mean", "std"),
+    "resnet": ("standardize", "norm_eps", "padding", "mean", "std"),
 }
 FILES: dict[str, Callable[[Path], Path]] = {
     "google": lambda folder: google.save(google.original(), folder / "m.npz"),

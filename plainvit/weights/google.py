@@ -100,7 +100,7 @@ def _detect_bit(tensors: Tensors) -> tuple[DetectedModel, Tensors]:
     tensors = RenamedTensors(tensors, dict(names))
     layout = make_layout("google BiT", tensors.shapes)
     sources = {
-        "standardise": f"{_CODE}: w / sqrt(var + 1e-10)",
+        "standardize": f"{_CODE}: w / sqrt(var + 1e-10)",
         "norm_eps": f"{_CODE}: 1e-5",
         "padding": f"{_CODE}: symmetric, zeros before the root's pooling",
         "mean": f"{_CODE}: pixels in [-1, 1]",

@@ -38,4 +38,4 @@ def list_unlike_resnet(config: Model, library: str) -> Iterator[tuple[str, str]]
     numerics = (RESNET_NUMERICS if is_bit else STEM_NUMERICS)[library] | {"padding": padding}
     if resnet and any(getattr(resnet, name) != value for name, value in numerics.items()):
         values = ", ".join(f"{name} {value}" for name, value in numerics.items())
-        yield "standardise", f"{library}'s {'BiT' if is_bit else 'hybrids'} have {values}"
+        yield "standardize", f"{library}'s {'BiT' if is_bit else 'hybrids'} have {values}"

@@ -96,7 +96,7 @@ def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
     colors = {name: tuple(published.get(name) or HALF[name]) for name in HALF}
     config = read_bit(layout, tensors.shapes, "timm").replace(image_size=(int(size[1]), int(size[2])), **colors)
     sources = {
-        "standardise": "timm's code: w / sqrt(var + 1e-8)",
+        "standardize": "timm's code: w / sqrt(var + 1e-8)",
         "padding": "timm's code: symmetric, zeros before the root's pooling",
         "preprocess": "config.json" if published else "assumed: BiT's evaluation, a square resize",
         "norm_eps": "timm's code: 1e-5",

@@ -145,17 +145,17 @@ def _list_unsupported(format: str, config: Model, folder: bool) -> list[tuple[st
 
 # What --drop accepts: numerics, replaced by the target's own; a hidden layer, with the head that reads it; LayerScale,
 # merged into the layer before. Without any other part the rest of the model has no meaning
-DROPS = ("activation", "norm_eps", "standardise", "normalization", "pre_logits", "layer_scale")
+DROPS = ("activation", "norm_eps", "standardize", "normalization", "pre_logits", "layer_scale")
 
 
 def _drop_from_config(part: str, config: Model, format: str) -> Model:  # noqa: A002
     """The config without a part, or with the target's own in its place."""
-    if part == "standardise" and isinstance(config, ViTConfig):
+    if part == "standardize" and isinstance(config, ViTConfig):
         assert config.stem
         numerics = STEM_NUMERICS.get(format, STEM_NUMERICS["timm"])
         return config.replace(stem=config.stem.replace(**numerics, padding="same"))
     settings: dict[str, Any] = {
-        "standardise": RESNET_NUMERICS.get(format, {}) | {"padding": "symmetric"},
+        "standardize": RESNET_NUMERICS.get(format, {}) | {"padding": "symmetric"},
         "normalization": {"mean": (0.5,), "std": (0.5,)},
         "pre_logits": {"representation": 0, "classes": 0},
         "layer_scale": {"layer_scale": None},
