@@ -22,7 +22,15 @@ from torch import Tensor, nn
 from plainvit import device
 from plainvit.config import About, ViTConfig
 from plainvit.models.buffers import Normalize
-from plainvit.models.families import ACTIVATIONS, GeneralMlp, QueryKeys, make_attention_bias, make_head, make_norm, make_qkv
+from plainvit.models.families import (
+    ACTIVATIONS,
+    GeneralMlp,
+    QueryKeys,
+    make_attention_bias,
+    make_head,
+    make_norm,
+    make_qkv,
+)
 from plainvit.models.init import initialize_vit
 from plainvit.models.positions import Positions, count_position_tables
 from plainvit.models.resnet import Body

@@ -129,8 +129,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias = ctx.saved_tensors
     (a, rows), (b, columns) = quantize(grad), quantize(weight.t())
-    of_x = matmul(a, b, (rows, columns), None, fast=FAST_BACKWARD).to(x.dtype)  # [M, K]
-    return of_x, (grad.t() @ x).to(weight.dtype), grad.sum(0, dtype=bias.dtype), None, None, None, None
+    grad_x = matmul(a, b, (rows, columns), None, fast=FAST_BACKWARD).to(x.dtype)  # [M, K]
+    return grad_x, (grad.t() @ x).to(weight.dtype), grad.sum(0, dtype=bias.dtype), None, None, None, None
 
 
 # x, weight and bias are arguments for their gradients. Not an autograd.Function: PyTorch 2.11 silently compiles one
@@ -198,7 +198,8 @@ def convert_to_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
     for mlp in converted.modules():
         if isinstance(mlp, Mlp) and isinstance(mlp.fc2, Fp8InferenceLinear):
             # fc2 applies the activation while it quantizes its input
-            mlp.fc2.kind, mlp.fc2.activation, mlp.kind, mlp.activation = mlp.kind, mlp.activation, "", identity
+            mlp.fc2.kind, mlp.fc2.activation = mlp.kind, mlp.activation
+            mlp.kind, mlp.activation = "", identity
     return converted.eval().requires_grad_(False)
 
 
