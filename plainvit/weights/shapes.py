@@ -134,9 +134,7 @@ def _read_parts(ours: Shapes, layout: Layout) -> dict[str, Any]:
         "layer_scale": 1e-5 if f"{BLOCK}residual1.scale" in ours else None,
         "norm_kind": "layer" if f"{BLOCK}norm1.bias" in ours else "rms",
         "norm_embedding": _first_present(ours, {"norm_tokens.weight": "tokens", "norm_patches.weight": "patches"}),
-        "norm_inner": _first_present(
-            ours, {f"{BLOCK}attention.norm.weight": "both", f"{BLOCK}mlp.norm.weight": "mlp"}
-        ),
+        "norm_inner": _first_present(ours, {f"{BLOCK}attention.norm.weight": "both", f"{BLOCK}mlp.norm.weight": "mlp"}),
         "norm_final": "norm.weight" in ours,
         "qk_norm": f"{BLOCK}attention.query_keys.norm_q.weight" in ours,
         "block_bias": _find_block_bias(ours, layout),

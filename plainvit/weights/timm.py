@@ -216,22 +216,32 @@ def _find_pool(shapes: Shapes, stated: object) -> tuple[Any, dict[str, str]]:
     if "attn_pool.latent" in shapes:
         return "attention", {}
     fc_norm = "fc_norm.weight" in shapes and "norm.weight" not in shapes
-    is_averaged = stated == "avg" or (fc_norm and stated != "token") or "cls_token" not in shapes
-    return "average" if is_averaged else "token", {} if stated or is_averaged else {"pool": "assumed: the class token"}
+    if stated == "avg" or (fc_norm and stated != "token") or "cls_token" not in shapes:
+        return "average", {}
+    return "token", {} if stated else {"pool": "assumed: the class token"}
 
 
 def _assume_rotary(shapes: Shapes) -> str:
     """The rotary positions of a family whose weights look like this; the weights do not contain them."""
-    has_table, has_class = "pos_embed" in shapes, "cls_token" in shapes
     if "rope_embed.periods" in shapes or "storage_tokens" in shapes:
         return "dinov3"
     if "norm_pre.weight" in shapes:
-        return "none" if "norm.weight" in shapes and "attn_pool.latent" not in shapes else "pe"
-    if not has_table and "blocks.0.gamma_1" in shapes and "blocks.0.attn.relative_position_bias_table" not in shapes:
-        return "eva02" if not has_class else "dinov3" if "reg_token" in shapes else "axial"
-    is_gated = any(f"blocks.0.mlp.{name}.weight" in shapes for name in ("fc1_g", "w1"))
-    is_packed = shapes.get("blocks.0.mlp.fc1.weight", (0,))[0] == 2 * shapes.get("blocks.0.mlp.fc2.weight", (0, -1))[-1]
-    return "eva02" if is_gated or (is_packed and "blocks.0.attn.q_bias" in shapes) else "none"
+        is_clip = "norm.weight" in shapes and "attn_pool.latent" not in shapes
+        return "none" if is_clip else "pe"
+    has_positions = "pos_embed" in shapes or "blocks.0.attn.relative_position_bias_table" in shapes
+    if "blocks.0.gamma_1" in shapes and not has_positions:
+        if "cls_token" not in shapes:
+            return "eva02"
+        return "dinov3" if "reg_token" in shapes else "axial"
+    return "eva02" if _is_eva02(shapes) else "none"
+
+
+def _is_eva02(shapes: Shapes) -> bool:
+    """Whether the MLPs have a gate, as a layer of its own or packed into fc1 next to keys without biases."""
+    if "blocks.0.mlp.fc1_g.weight" in shapes or "blocks.0.mlp.w1.weight" in shapes:
+        return True
+    fc1, fc2 = (shapes.get(f"blocks.0.mlp.{name}.weight", ()) for name in ("fc1", "fc2"))
+    return len(fc1) == len(fc2) == 2 and fc1[0] == 2 * fc2[1] and "blocks.0.attn.q_bias" in shapes
 
 
 def _read_numerics(
@@ -260,11 +270,11 @@ def _assume_numerics(settings: Mapping[str, Any], family: str) -> tuple[dict[str
     rotary, coarse = settings["rotary"], has_coarse_norms(settings)
     if rotary == "pe":
         raise unsupported_model("a Perception Encoder without config.json, whose rotary grid is unknown", "norm_pre")
-    activation, exact = ("silu", "SiLU") if settings["gated"] else ("gelu", "exact GELU")
-    eps, code = (1e-5 if coarse else 1e-6), f"{family}'s code"
-    code = "assumed: timm's default" if family in ("timm", "CLIP") or coarse else code
+    activation, activation_name = ("silu", "SiLU") if settings["gated"] else ("gelu", "exact GELU")
+    eps = 1e-5 if coarse else 1e-6
+    code = "assumed: timm's default" if family in ("timm", "CLIP") or coarse else f"{family}'s code"
     numerics = {"activation": activation, "norm_eps": eps, "rotary_grid": 16}
-    sources = {"activation": f"{code}, {exact}", "norm_eps": f"{code}, {eps:g}"}
+    sources = {"activation": f"{code}, {activation_name}", "norm_eps": f"{code}, {eps:g}"}
     if rotary != "none":
         sources["rotary"] = f"assumed: {rotary}, by the names of the weights"
     return numerics, sources

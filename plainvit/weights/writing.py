@@ -21,7 +21,6 @@ from plainvit.weights.reading import load
 
 log = logging.getLogger("plainvit")
 
-
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 SUFFIXES = (".safetensors", ".npz", *TORCH_SUFFIXES)  # of files, not of folders
 
@@ -119,7 +118,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     end = 0
     for name in order:
         dtype, shape, _ = content[name]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end := end + raw[name].nbytes)}
+        start, end = end, end + raw[name].nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -154,15 +154,19 @@ def _drop_from_config(part: str, config: Model, format: str) -> Model:  # noqa: 
         assert config.stem
         numerics = STEM_NUMERICS.get(format, STEM_NUMERICS["timm"])
         return config.replace(stem=config.stem.replace(**numerics, padding="same"))
-    settings: dict[str, Any] = {
-        "standardize": RESNET_NUMERICS.get(format, {}) | {"padding": "symmetric"},
-        "normalization": {"mean": (0.5,), "std": (0.5,)},
-        "pre_logits": {"representation": 0, "classes": 0},
-        "layer_scale": {"layer_scale": None},
-    }
-    if part == "activation" and isinstance(config, ViTConfig) and config.gated:
-        return config.replace(activation="silu")  # in every library that has gated MLPs
-    return config.replace(**settings[part] if part in settings else {part: VIT_NUMERICS[format][part]})
+    match part:
+        case "standardize":
+            return config.replace(**RESNET_NUMERICS.get(format, {}), padding="symmetric")
+        case "normalization":
+            return config.replace(mean=(0.5,), std=(0.5,))
+        case "pre_logits":
+            return config.replace(representation=0, classes=0)
+        case "layer_scale":
+            return config.replace(layer_scale=None)
+        case "activation" if isinstance(config, ViTConfig) and config.gated:
+            return config.replace(activation="silu")  # in every library that has gated MLPs
+        case _:
+            return config.replace(**{part: VIT_NUMERICS[format][part]})
 
 
 def _drop_parts(
