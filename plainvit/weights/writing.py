@@ -52,6 +52,11 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     Example:
         plainvit.save(model, "folder", format="transformers")
     """
+    if not isinstance(model, ViT | ResNet):  # its names would have a prefix, with which nothing loads them
+        raise ValueError(
+            f"save() writes a ViT or a ResNet, not a {type(model).__name__}: give the model inside it (`._orig_mod` after "
+            "torch.compile, `.module` of DDP, `.model` after optimize=True)"
+        )
     if format not in own.FORMATS:
         raise ValueError(f"format {format!r} is unknown; {nearest(format, own.FORMATS)}")
     path = Path(path)
