@@ -54,7 +54,7 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     """
     if not isinstance(model, ViT | ResNet):  # its names would have a prefix, with which nothing loads them
         raise ValueError(
-            f"save() writes a ViT or a ResNet, not a {type(model).__name__}: give the model inside it (`._orig_mod` after "
+            f"save() takes a ViT or a ResNet, got {type(model).__name__}: pass the model inside it (`._orig_mod` after "
             "torch.compile, `.module` of DDP, `.model` after optimize=True)"
         )
     if format not in own.FORMATS:
