@@ -183,7 +183,7 @@ class ViT(nn.Module):
         super().__init__()
         device.choose_attention_backend()
         self.config, self.about = config, About()
-        D, layers = config.width, config.depth * (2 if config.axial else 1)
+        D, layers = config.width, 2 * config.depth if config.axial else config.depth
         self.normalize = Normalize(config.mean, config.std)
         self.stem = Body(config.stem) if config.stem else None
         in_channels = config.stem.width if config.stem else config.channels

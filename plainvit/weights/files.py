@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plainvit.disk import read_json
+from plainvit.errors import first_line
 
 SHARD_INDEX = "model.safetensors.index.json"
 SAFE_NAMES = ("model.safetensors", "open_clip_model.safetensors")
@@ -297,8 +298,7 @@ def _report_damage(path: Path, kind: str) -> Iterator[None]:
     except UnsafePickleError:
         raise
     except Exception as error:  # hostile bytes raise anything: struct, zip, Unicode, recursion, memory errors
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DamagedError(f"{path} is not a valid {kind}: {reason}") from error
+        raise DamagedError(f"{path} is not a valid {kind}: {first_line(error)}") from error
 
 
 def open_file(path: Path) -> Tensors:

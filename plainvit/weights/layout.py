@@ -299,12 +299,11 @@ def _find_shape(shapes: Shapes, name: str) -> tuple[int, ...]:
 
 def _merge_thirds(out: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors to write, with thirds as one."""
-    merged: dict[str, Tensor] = {}
+    parts: dict[str, list[Tensor]] = {}
     for name in sorted(out):  # thirds in their order
         match = _THIRD.match(name)
-        old = merged.get(match[1]) if match else None
-        merged[match[1] if match else name] = out[name] if old is None else torch.cat((old, out[name]))
-    return merged
+        parts.setdefault(match[1] if match else name, []).append(out[name])
+    return {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
 
 
 def _merge_parts(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:

@@ -235,7 +235,8 @@ def _match_all(names: Iterable[str], layout: Layout, ours: str) -> Iterable[re.M
     """Matches all names of one of our parameters in a file; groups are its indices."""
     parts = re.split(r"(?<!\{)\{[isu]1?(?::02d)?\}", layout[ours].names[0])
     pattern = r"(\d+)".join(re.escape(part.format()) for part in parts)
-    return [match for name in names if (match := re.fullmatch(pattern, name))]
+    matches = (re.fullmatch(pattern, name) for name in names)
+    return [match for match in matches if match]
 
 
 def count_layers(names: Iterable[str], layout: Layout) -> int:

@@ -148,7 +148,9 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         layout[f"{BLOCK}attention.qkv.bias"] = Entry(MASKED_BIAS, SAME)
     known = load_architectures().get(str(sidecar.get("architecture")), {})
     rotary, heads = known.get("rotary") or _assume_rotary(shapes), arguments.get("num_heads", known.get("heads"))
-    size = arguments.get("img_size") or tuple(published.get("input_size") or ())[-2:] or None
+    size = arguments.get("img_size")
+    if not size and published.get("input_size"):
+        size = tuple(published["input_size"])[1:]  # after the channels
     stated_heads = None if heads is None or hints.heads else (heads, "config.json")
     hints = replace(hints, stated_size=size, stated_heads=stated_heads)
     settings, sources = read_vit(layout, shapes, name, hints, optional=OPTIONAL, rows="any", rotary=rotary)

@@ -204,9 +204,12 @@ def _make_arguments(config: ViTConfig) -> dict[str, Any]:
         arguments["global_pool"] = pool
         return arguments if config.posemb == "bias" else arguments | _make_eva_arguments(config)
     arguments["act_layer"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.activation)
-    if config.distillation:
-        return arguments
-    arguments |= {
+    return arguments if config.distillation else arguments | _make_vit_arguments(config, pool)
+
+
+def _make_vit_arguments(config: ViTConfig, pool: str | None) -> dict[str, Any]:
+    """Those of timm's VisionTransformer alone."""
+    arguments: dict[str, Any] = {
         "class_token": config.class_token,
         "global_pool": pool,
         "fc_norm": config.norm_pooled,

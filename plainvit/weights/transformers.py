@@ -143,13 +143,14 @@ def _check_supported(kind: Kind, layout: Layout, shapes: Shapes, kernel: str, co
         needed.append("positions.0.table")
     elif kind.name == "BEiT" and layout["positions.0.table"].names[0] not in shapes:
         needed.append(f"{BLOCK}attention.relative.table")
-    missing = [name for ours in needed if (name := layout[ours].names[0].format(**FIRST)) not in shapes]
+    needed_names = [layout[ours].names[0].format(**FIRST) for ours in needed]
+    missing = [name for name in needed_names if name not in shapes]
     if missing:
         raise ValueError(f"this transformers {kind.name} file lacks {', '.join(missing)}: it is incomplete")
     has_pooler = layout["pre_logits.weight"].names[0] in shapes
     if has_pooler and config.get("pooler_act", "tanh") != "tanh":
         raise unsupported_model("a ViT whose pooler is not tanh", "pooler_act in config.json")
-    if not float(config.get("rope_theta", 100.0)) == 100.0:
+    if float(config.get("rope_theta", 100.0)) != 100.0:
         raise unsupported_model(f"DINOv3 with rope_theta {config['rope_theta']}", "config.json")
     if config.get("is_native"):
         raise unsupported_model("AIMv2 for images of any shape", "is_native in config.json")

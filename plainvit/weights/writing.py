@@ -52,11 +52,7 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     Example:
         plainvit.save(model, "folder", format="transformers")
     """
-    if not isinstance(model, ViT | ResNet):  # its names would have a prefix, with which nothing loads them
-        raise ValueError(
-            f"save() takes a ViT or a ResNet, got {type(model).__name__}: pass the model inside it (`._orig_mod` after "
-            "torch.compile, `.module` of DDP, `.model` after optimize=True)"
-        )
+    _check_model(model)
     if format not in own.FORMATS:
         raise ValueError(f"format {format!r} is unknown; {nearest(format, own.FORMATS)}")
     path = Path(path)
@@ -78,6 +74,15 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     else:
         write_atomically(path, lambda target: write_safetensors(target, out, metadata))
     return path
+
+
+def _check_model(model: object) -> None:
+    """Rejects a model inside another, whose names would have a prefix with which nothing loads them."""
+    if not isinstance(model, ViT | ResNet):
+        raise ValueError(
+            f"save() takes a ViT or a ResNet, got {type(model).__name__}: pass the model inside it (`._orig_mod` after "
+            "torch.compile, `.module` of DDP, `.model` after optimize=True)"
+        )
 
 
 def _check_suffix(path: Path, format: str) -> None:  # noqa: A002

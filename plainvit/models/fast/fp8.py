@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plainvit.errors import first_line
 from plainvit.models.fast.attention import device_ready, split
 from plainvit.models.fast.mlp import SHORT_GELUS
 from plainvit.models.vit import Attention, Mlp, ViT
@@ -228,5 +229,5 @@ def explain_unsupported(device: torch.device | str) -> str:
         for fast in {FAST_FORWARD, FAST_BACKWARD}:
             matmul(ones, ones, (scale, scale), ones[:, 0].float(), fast=fast)
     except (RuntimeError, ValueError) as error:
-        return f"fp8 matmuls fail on {name}: {str(error).splitlines()[0]}"
+        return f"fp8 matmuls fail on {name}: {first_line(error)}"
     return ""
