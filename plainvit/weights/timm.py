@@ -147,12 +147,8 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
     if "blocks.0.attn.qkv.bias_mask" in shapes:  # DINOv3's own files store a bias of k, and do not use it
         layout[f"{BLOCK}attention.qkv.bias"] = Entry(MASKED_BIAS, SAME)
     known = load_architectures().get(str(sidecar.get("architecture")), {})
-    rotary, heads = known.get("rotary") or _assume_rotary(shapes), arguments.get("num_heads", known.get("heads"))
-    size = arguments.get("img_size")
-    if not size and published.get("input_size"):
-        size = tuple(published["input_size"])[1:]  # after the channels
-    stated_heads = None if heads is None or hints.heads else (heads, "config.json")
-    hints = replace(hints, stated_size=size, stated_heads=stated_heads)
+    rotary = known.get("rotary") or _assume_rotary(shapes)
+    hints = _add_stated(hints, sidecar, known.get("heads"))
     settings, sources = read_vit(layout, shapes, name, hints, optional=OPTIONAL, rows="any", rotary=rotary)
     settings |= {"rotary": rotary, "embedding_bias": "norm_pre.weight" not in shapes}
     numerics, numerics_sources = _read_numerics(settings, sidecar, name)
@@ -175,6 +171,18 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         ignore=lambda key: _is_training_only(key) or key.endswith(BUFFERS),
         notes=[f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else [],
     )
+
+
+def _add_stated(hints: Hints, sidecar: Mapping[str, Any], heads: int | None) -> Hints:
+    """Adds the image size and the heads of config.json; `heads` are the architecture's own."""
+    arguments, published = sidecar.get("model_args") or {}, sidecar.get("pretrained_cfg") or {}
+    size = arguments.get("img_size")
+    if not size and published.get("input_size"):
+        size = tuple(published["input_size"])[1:]  # after the channels
+    heads = arguments.get("num_heads", heads)
+    if hints.heads or heads is None:
+        return replace(hints, stated_size=size)
+    return replace(hints, stated_size=size, stated_heads=(heads, "config.json"))
 
 
 def _list_sources(config: ViTConfig, sidecar: Mapping[str, Any], family: str) -> dict[str, str]:

@@ -132,11 +132,9 @@ def read_pixels(processor: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
 
 def read_preprocess(processor: Mapping[str, Any]) -> tuple[Preprocess, str]:
     """(our settings, problem): a square resize and the reason, if ours cannot describe what the processor does."""
-    size, crop = processor["size"], None
-    if not isinstance(size, dict):
-        size = dict.fromkeys(processor["sides"], size)
-    if processor.get("do_center_crop"):
-        crop = processor.get("crop_size")
+    stated = processor["size"]
+    size: dict[str, Any] = stated if isinstance(stated, dict) else dict.fromkeys(processor["sides"], stated)
+    crop = processor.get("crop_size") if processor.get("do_center_crop") else None
     prepared = Preprocess(interpolation=RESAMPLING.get(processor["resample"], "bilinear"))
     if processor["resample"] not in RESAMPLING:
         return prepared, f"resample {processor['resample']} is not supported"
