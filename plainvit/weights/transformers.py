@@ -1,6 +1,6 @@
 """transformers' vision models: a folder with config.json and preprocessor_config.json, or the weights alone.
 
-ViT, ViTHybrid, DeiT, ViTMAE (its encoder), CLIP, SigLIP, DINOv2, DINOv3, I-JEPA, BEiT and AIMv2. Version 5 renamed the
+ViT, DeiT, ViTMAE (its encoder), CLIP, SigLIP, DINOv2, DINOv3, I-JEPA, BEiT and AIMv2. Version 5 renamed the
 modules of ViT but still writes the old names to disk: both are read, the old ones written. The weights do not contain
 the number of heads; config.json does, with the activation, the epsilon of the norms and the image size.
 """
@@ -15,7 +15,7 @@ from plainvit.disk import read_json
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import FIRST, DetectedModel, Layout, Shapes, make_layout, read_shapes
 from plainvit.weights.shapes import BLOCK, Hints, check_names, read_vit, unsupported_model
-from plainvit.weights.supported import list_unlike, list_unlike_resnet
+from plainvit.weights.supported import list_unlike
 from plainvit.weights.transformers_files import (
     FIXED,
     KINDS,
@@ -35,6 +35,7 @@ PATCH_KERNELS = tuple(dict.fromkeys(make_layout(kind.section)["embedding.weight"
 OWN_PREFIXES = tuple({kind.prefix for kind in KINDS.values()} - {""})
 UNSUPPORTED_NAMES = {
     r"encoder\.relative_position_bias\.|shared_position_bias\.": "BEiT with one relative position bias for all layers",
+    r"patch_embeddings\.backbone\.": "a hybrid of transformers",
     r"rope_embeddings\.inv_freq": "a ViT with rotary positions that plainvit does not know",
     r"head\.cls_token": "AIMv2 with an attention pooling head",
     r"attention\.relative_position_bias_table": "a vision model with relative positions that is not BEiT",
@@ -47,7 +48,6 @@ SIGNS = {
     "layer_scale1.lambda1": "DINOv2",
     "relative_position_bias_table": "BEiT",
     "lambda_1": "BEiT",
-    "backbone.bit.embedder.convolution.weight": "ViTHybrid",
     "embeddings.distillation_token": "DeiT",
     "embeddings.cls_token": "ViT",
 }
@@ -61,7 +61,8 @@ LEFT_OUT += ("text_model.", "text_projection.", "logit_scale", "logit_bias")
 
 def _find_kernel(names: Shapes) -> str | None:
     """The name of the patch kernel in a file; None if it is not transformers'."""
-    return next((name for name in names if f".{name}".endswith(tuple(f".{kernel}" for kernel in PATCH_KERNELS))), None)
+    ends = tuple(f".{kernel}" for kernel in PATCH_KERNELS)
+    return next((name for name in names if f".{name}".endswith(ends)), None)
 
 
 def matches(tensors: Tensors) -> bool:
@@ -121,9 +122,11 @@ def detect(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor:
 
 def _is_left_out(name: str, model: ViTConfig) -> bool:
     """Whether a weight belongs to pre-training, to a text tower, or to a part that the classifier does not read."""
-    is_unread = name.startswith("head.") and model.pool == "average" and model.classes > 0
-    is_unread = name.startswith("post_layernorm.") if not model.norm_final else is_unread
-    return name.startswith(LEFT_OUT) or is_unread
+    if name.startswith(LEFT_OUT):
+        return True
+    if not model.norm_final:
+        return name.startswith("post_layernorm.")
+    return name.startswith("head.") and model.pool == "average" and model.classes > 0
 
 
 def _is_empty(name: str, shapes: Shapes) -> bool:
@@ -140,13 +143,14 @@ def _check_supported(kind: Kind, layout: Layout, shapes: Shapes, kernel: str, co
         needed.append("positions.0.table")
     elif kind.name == "BEiT" and layout["positions.0.table"].names[0] not in shapes:
         needed.append(f"{BLOCK}attention.relative.table")
-    missing = [name for ours in needed if (name := layout[ours].names[0].format(**FIRST)) not in shapes]
+    needed_names = [layout[ours].names[0].format(**FIRST) for ours in needed]
+    missing = [name for name in needed_names if name not in shapes]
     if missing:
         raise ValueError(f"this transformers {kind.name} file lacks {', '.join(missing)}: it is incomplete")
     has_pooler = layout["pre_logits.weight"].names[0] in shapes
     if has_pooler and config.get("pooler_act", "tanh") != "tanh":
         raise unsupported_model("a ViT whose pooler is not tanh", "pooler_act in config.json")
-    if not float(config.get("rope_theta", 100.0)) == 100.0:
+    if float(config.get("rope_theta", 100.0)) != 100.0:
         raise unsupported_model(f"DINOv3 with rope_theta {config['rope_theta']}", "config.json")
     if config.get("is_native"):
         raise unsupported_model("AIMv2 for images of any shape", "is_native in config.json")
@@ -176,7 +180,8 @@ def _read_model(
     )
     settings |= numerics | FIXED.get(kind.name, {}) | _find_pooling(kind, layout, ours)
     is_assumed = settings["gated"] and kind.name == "DINOv3" and not config
-    if is_assumed or (settings["gated"] and kind.name.startswith("DINOv2")):  # whose code ignores hidden_act there
+    ignores_activation = settings["gated"] and kind.name.startswith("DINOv2")  # its code has SiLU there
+    if is_assumed or ignores_activation:
         settings["activation"] = "silu"
     model = ViTConfig(**settings)
     if model.posemb == "bias" and model.grid[0] != model.grid[1]:
@@ -232,10 +237,6 @@ def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
     yield from list_unlike(
         config, library, **{name: (value,) for name, value in FIXED.get(kind.name, {}).items()}, **SUPPORTED[kind.name]
     )
-    if config.stem:
-        yield from list_unlike_resnet(config, "timm")
-        if not config.stem.blocks:
-            yield "stem", "transformers' ViTHybrid has no stem without stages"
     if config.representation and config.classes:
         yield "pre_logits", f"{library} has no hidden layer before its classifier"
     if kind.name in ("CLIP", "SigLIP", "DINOv3", "AIMv2") and config.classes:

@@ -28,7 +28,6 @@ PROCESSORS = {
     "DeiT": SQUASH_CROP,
     "CLIP": SHORT_SIDE,
     "Bit": SHORT_SIDE,
-    "ViTHybrid": SHORT_SIDE,
     "Siglip": SQUASH | {"resample": 3},
     "DINOv3ViT": SQUASH | PIXELS,
     "Beit": SQUASH | {"resample": 3},
@@ -37,7 +36,6 @@ PROCESSORS = {
 
 # What published weights of each class come with, where it is not SQUASH
 USUAL = {
-    "ViTHybrid": SHORT_SIDE | HALF_PIXELS,
     "DeiT": SQUASH_CROP | PIXELS,
     "CLIP": SHORT_SIDE,
     "SigLIP": PROCESSORS["Siglip"],
@@ -60,7 +58,6 @@ _DINOV2 = _DINO | {"pool": ("token", "token+average")}
 _BEIT = {"posemb": ("bias",), "pool": ("average", "token"), "norm_pooled": ANY, "layer_scale": (True,)}
 SUPPORTED: dict[str, dict[str, Any]] = {
     "ViT": _VIT,
-    "ViTHybrid": _VIT | {"stem": ANY},
     "DeiT": _VIT | {"distillation": ANY, "registers": ANY},
     "CLIP": {"projection": ANY},
     "SigLIP": {"pool": ("attention",)},
@@ -97,7 +94,6 @@ def choose_kind(config: ViTConfig) -> Kind:
     registers = " with registers" if config.registers else ""
     is_dinov2 = config.layer_scale is not None and (not config.classes or config.pool == "token+average")
     conditions = {
-        "ViTHybrid": config.stem is not None,
         "BEiT": config.posemb == "bias",
         "DINOv3": config.rotary != "none",
         "AIMv2": config.norm_kind == "rms",
@@ -136,8 +132,9 @@ def read_pixels(processor: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
 
 def read_preprocess(processor: Mapping[str, Any]) -> tuple[Preprocess, str]:
     """(our settings, problem): a square resize and the reason, if ours cannot describe what the processor does."""
-    size, crop = processor["size"], processor.get("crop_size") if processor.get("do_center_crop") else None
-    size: dict[str, Any] = size if isinstance(size, dict) else dict.fromkeys(processor["sides"], size)
+    stated = processor["size"]
+    size: dict[str, Any] = stated if isinstance(stated, dict) else dict.fromkeys(processor["sides"], stated)
+    crop = processor.get("crop_size") if processor.get("do_center_crop") else None
     prepared = Preprocess(interpolation=RESAMPLING.get(processor["resample"], "bilinear"))
     if processor["resample"] not in RESAMPLING:
         return prepared, f"resample {processor['resample']} is not supported"
@@ -148,11 +145,13 @@ def read_preprocess(processor: Mapping[str, Any]) -> tuple[Preprocess, str]:
         return prepared, ""
     if crop is not None and (squash or list(size) == ["shortest_edge"]):
         height, width = pair(crop if isinstance(crop, int) else (crop["height"], crop["width"]))
-        tall, wide = (size["height"], size["width"]) if squash else (size["shortest_edge"],) * 2
+        tall = size["height"] if squash else size["shortest_edge"]
+        wide = size["width"] if squash else size["shortest_edge"]
         kept = height / tall
         if kept <= 1 and math.floor(width / kept + 1e-6) == wide:  # one fraction describes both sides
-            resize = "crop" if not squash else "squash" if kept == 1 else "squash-crop"
-            return prepared.replace(resize=resize, crop=kept), ""
+            if squash:
+                return prepared.replace(resize="squash" if kept == 1 else "squash-crop", crop=kept), ""
+            return prepared.replace(resize="crop", crop=kept), ""
     return prepared, f"the processor resizes to {size} and crops {crop or 'nothing'}"
 
 
@@ -186,7 +185,6 @@ def make_sidecars(config: ViTConfig, about: About, dtype: str) -> dict[str, dict
 def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
     kind = choose_kind(config)
     names = list(about.class_names) or [f"LABEL_{number}" for number in range(config.classes)]
-    square = config.image_size[0] == config.image_size[1], config.patch[0] == config.patch[1]
     architecture = kind.headed if config.classes or config.projection else kind.headless
     described = {
         "architectures": [architecture + ("WithTeacher" if config.distillation else "")],
@@ -197,12 +195,12 @@ def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
         "intermediate_size": config.mlp_dim,
         "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == config.activation),
         "rms_norm_eps" if kind.name == "AIMv2" else "layer_norm_eps": config.norm_eps,
-        "image_size": config.image_size[0] if square[0] else list(config.image_size),
-        "patch_size": config.patch[0] if square[1] else list(config.patch),
+        "image_size": _one_or_both(config.image_size),
+        "patch_size": _one_or_both(config.patch),
         "num_channels": config.channels,
         "dtype": dtype,
     }
-    if kind.name in ("ViT", "ViTHybrid", "DeiT", "I-JEPA", "BEiT"):
+    if kind.name in ("ViT", "DeiT", "I-JEPA", "BEiT"):
         described |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "qkv_bias": True}
     if config.classes:
         described["id2label"] = {str(number): name for number, name in enumerate(names)}
@@ -212,17 +210,12 @@ def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
     return described | _describe_parts(kind.name, config)
 
 
+def _one_or_both(sides: tuple[int, int]) -> int | list[int]:
+    return sides[0] if sides[0] == sides[1] else list(sides)
+
+
 def _describe_parts(kind: str, config: ViTConfig) -> dict[str, Any]:
     """The settings that only one class has."""
-    if config.stem:
-        sizes = [256 * config.stem.widen * 2**stage for stage in range(len(config.stem.blocks))]
-        stem = {"model_type": "bit", "layer_type": "bottleneck", "depths": list(config.stem.blocks)}
-        stem |= {"hidden_sizes": sizes, "embedding_size": 64 * config.stem.widen, "global_padding": "same"}
-        stem |= {"embedding_dynamic_padding": True, "out_features": [f"stage{len(sizes)}"]}
-        return {
-            "backbone_config": stem,
-            "backbone_featmap_shape": [1, sizes[-1], *(side // config.stem.stride for side in config.image_size)],
-        }
     if kind == "CLIP":
         return {"projection_dim": config.projection or 512}
     if kind.startswith("DINOv2"):
@@ -249,9 +242,9 @@ def find_mlp_ratio(config: ViTConfig) -> int | None:
 
 
 def _make_processor(config: ViTConfig, about: About) -> dict[str, Any]:
-    deit = config.distillation or config.registers
+    is_deit = config.distillation or config.registers > 0
     prepared: dict[str, Any] = {
-        "image_processor_type": f"{'DeiT' if deit else 'ViT'}ImageProcessor",
+        "image_processor_type": "DeiTImageProcessor" if is_deit else "ViTImageProcessor",
         "do_resize": True,
         "do_center_crop": False,
         "do_rescale": True,
