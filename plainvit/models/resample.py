@@ -4,6 +4,7 @@ model = resize(model, image_size=384)                   # as the code that the w
 model = resize(model, (256, 192), method="bicubic-antialias")
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "bicubic-aligned": {"mode": "bicubic", "align_corners": True},  # torchvision
     "bicubic-offset": {"mode": "bicubic", "align_corners": False},  # DINO, DINOv2: sampled as if 0.1 cells larger
 }
+GEOMETRIC = "geometric"  # of biases only: BEiT's own code and timm, see `_resample_geometric`
 # The method of each family's own code (About.family); Google's for any other
 FAMILY_METHODS = {
     "timm": "bicubic-antialias",
@@ -42,7 +44,7 @@ FAMILY_METHODS = {
 def choose_method(model: ViT) -> str:
     """The method of the code that the weights come from."""
     if model.config.posemb == "bias":
-        return "bilinear"  # as transformers; BEiT's own code and timm place points further apart away from the center
+        return "bilinear" if model.about.family.startswith("transformers") else GEOMETRIC
     if model.about.family == "DINOv2" and model.config.registers:
         return "bicubic-antialias"
     return FAMILY_METHODS.get(model.about.family, "bilinear-aligned")
@@ -51,11 +53,12 @@ def choose_method(model: ViT) -> str:
 def resize(model: ViT, image_size: int | tuple[int, int], *, method: str | None = None) -> ViT:
     """A model for another image size, which shares the weights that do not change.
 
-    method is one of METHODS; None: as the code that the weights come from.
+    method is one of METHODS, or "geometric" for BEiT's biases; None: as the code that the weights come from.
     """
     old = model.config
     method = choose_method(model) if method is None else method
-    _check_method(method)
+    if not (method == GEOMETRIC and old.posemb == "bias"):
+        _check_method(method)
     new = old.replace(image_size=pair(image_size))
     if old.posemb == "relative" and new.grid != old.grid:
         raise ValueError(f"relative positions cannot be resampled: use images of {old.grid[0]} x {old.grid[1]} patches")
@@ -112,5 +115,39 @@ def resample_table(
 
 def resample_biases(table: Tensor, old: tuple[int, int], new: tuple[int, int], method: str) -> Tensor:
     """BEiT's biases [(2h-1)(2w-1) + 3, H] for another grid; the last three, of the class token, stay as they are."""
-    old_offsets, new_offsets = ((2 * h - 1, 2 * w - 1) for h, w in (old, new))
-    return torch.cat((resample_table(table[:-3], old_offsets, new_offsets, method), table[-3:]))
+    before, after = ((2 * h - 1, 2 * w - 1) for h, w in (old, new))
+    resample = _resample_geometric if method == GEOMETRIC else partial(resample_table, method=method)
+    return torch.cat((resample(table[:-3], before, after), table[-3:]))
+
+
+def _resample_geometric(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Linear interpolation between points whose distances grow from the center, as BEiT's biases vary most there.
+
+    Distances are a geometric progression that reaches the largest new offset; values beyond the last point repeat it.
+    """
+    matrices = []
+    for before, after in zip(old, new, strict=True):
+        points = _place_geometrically(before // 2, after // 2)
+        offsets = torch.arange(after, dtype=torch.float64) - after // 2
+        right = torch.bucketize(offsets, points).clamp(min(1, before - 1), before - 1)
+        left = (right - 1).clamp(0)
+        fraction = ((offsets - points[left]) / (points[right] - points[left])).nan_to_num(0).clamp(0, 1)
+        matrix = torch.zeros(after, before, dtype=torch.float64)
+        matrix[torch.arange(after), right] = fraction
+        matrix[torch.arange(after), left] = 1 - fraction
+        matrices.append(matrix.to(table.device))
+    grid = torch.einsum("ah,bw,hwd->abd", *matrices, table.double().view(*old, -1))  # [2h'-1, 2w'-1, H]
+    return grid.flatten(0, 1).to(table.dtype)
+
+
+def _place_geometrically(count: int, reach: int) -> Tensor:
+    """Points ..., -1, 0, 1, 1 + q, 1 + q + q^2, ..., `count` on each side; the last is about `reach`."""
+    low, high, q = 1.01, 1.5, 1.01
+    while high - low > 1e-6:
+        q = (low + high) / 2
+        if (1 - q**count) / (1 - q) > reach:
+            high = q
+        else:
+            low = q
+    points = torch.cumsum(q ** torch.arange(count, dtype=torch.float64), 0)
+    return torch.cat((-points.flip(0), points.new_zeros(1), points))
