@@ -16,12 +16,14 @@ from plainvit.evaluate.predictor import Predictor
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the exporters' own deprecations
 FAMILIES = {"CLIP": "clip projection", "SigLIP": "siglip", "DINOv2": "dinov2 gated", "DINOv3": "dinov3", "EVA-02": ""}
-FAMILIES |= {"MAE": "mae", "I-JEPA": "ijepa", "AIMv2": "aimv2", "BEiT": "beit"}
+FAMILIES |= {"MAE": "mae", "I-JEPA": "ijepa", "AIMv2": "aimv2", "BEiT": "beit", "ViTHybrid": ""}
 
 
 def make(family: str, folder: Path) -> Path:
     if family == "EVA-02":
         families.make_timm("eva02_base_patch14_224", folder)
+    elif family == "ViTHybrid":
+        families.make_hybrid(folder, (32, 32))
     else:
         families.make(FAMILIES[family], folder)
     return folder

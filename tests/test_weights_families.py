@@ -193,6 +193,48 @@ def test_unsupported_beit_is_refused(tmp_path: Path, settings: dict[str, Any]) -
         plainvit.load(tmp_path)
 
 
+def make_hybrid(folder: Path, size: tuple[int, int]) -> tuple[Any, Any]:
+    """ViTHybrid as transformers 4 had it: BiT's feature map is the image of a ViT with patches of one pixel.
+
+    The class is gone from version 5, BiT and ViT are not; files and config.json are written here under its names.
+    """
+    sizes, stem = [256, 512], {"depths": [1, 2], "layer_type": "bottleneck", "global_padding": "same"}
+    stem |= {"hidden_sizes": sizes, "embedding_dynamic_padding": True, "out_features": ["stage2"]}
+    backbone = transformers.BitBackbone(transformers.BitConfig(**stem))
+    inner = {"image_size": (size[0] // 8, size[1] // 8), "patch_size": 1, "num_channels": sizes[-1]}
+    vit = transformers.ViTForImageClassification(transformers.ViTConfig(**SHAPE, **inner, **LABELS))
+    for module in (backbone, vit):
+        scramble(module.eval())
+    vit.save_pretrained(folder)
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    prefix = "vit.embeddings.patch_embeddings.backbone."
+    safetensors.torch.save_file(state | {prefix + name: x for name, x in backbone.state_dict().items()}, folder / "m")
+    (folder / "m").replace(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "vit-hybrid", "image_size": list(size), "num_channels": 3, "backbone_config": stem}
+    (folder / "config.json").write_text(json.dumps(config))
+    return backbone.double(), vit.double()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [(32, 32), (24, 40)])
+def test_hybrid_equals_transformers_and_is_written_back(tmp_path: Path, size: tuple[int, int]) -> None:
+    backbone, vit = make_hybrid(tmp_path / "a", size)
+    model = plainvit.load(tmp_path / "a")
+    assert (model.about.family, model.config.stem.blocks) == ("transformers ViTHybrid", (1, 2))
+    plainvit.save(model, tmp_path / "b", format="transformers")
+    images = tiny.images(2, size)
+    theirs = vit(backbone(normalize(model, images)).feature_maps[-1]).logits
+    assert tiny.difference(model.double()(images), theirs) < 1e-10
+    original, written = (safetensors.torch.load_file(tmp_path / one / "model.safetensors") for one in "ab")
+    assert original.keys() == written.keys()
+    assert all(torch.equal(x, original[name]) for name, x in written.items())
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    stem = transformers.BitConfig(**config["backbone_config"])
+    transformers.BitBackbone(stem).load_state_dict(backbone.state_dict())  # the same names and shapes
+    assert config["architectures"] == ["ViTHybridForImageClassification"]
+
+
 # timm's classes, under the name that plainvit writes to config.json
 TIMM: dict[str, dict[str, Any]] = {
     "vit_base_patch16_clip_224": {"num_classes": 16},

@@ -389,10 +389,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[], State], str]] = {
         lambda: {f"tower.{n}": x for n, x in of_transformers("ViT", "Model").state_dict().items()},
         r"a ViT inside, under 'tower\.'",
     ),
-    "a hybrid of transformers": (
-        lambda: {"vit.embeddings.patch_embeddings.backbone.w": torch.zeros(3)} | of_transformers("ViT").state_dict(),
-        "a hybrid",
-    ),
     "torchvision's convolutional stem": (
         lambda: {"conv_proj.conv_bn_relu_0.0.weight": torch.zeros(8, 3, 3, 3)} | torchvision_vit().state_dict(),
         "a convolutional stem",

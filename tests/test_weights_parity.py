@@ -348,6 +348,7 @@ def test_processor_next_to_a_tokenizer_is_read(tmp_path: Path) -> None:
 LEGACY: dict[str, tuple[dict[str, Any], tuple[str, float]]] = {
     "DeiT of 2021": ({"feature_extractor_type": "DeiTFeatureExtractor", "size": 256}, ("squash-crop", 0.875)),
     "ViT of 2021": ({"feature_extractor_type": "ViTFeatureExtractor", "size": 224}, ("squash", 1.0)),
+    "hybrid of 2022": ({"image_processor_type": "ViTHybridImageProcessor", "size": 256}, ("crop", 0.875)),
     "crop larger than the image": ({"image_processor_type": "DeiTImageProcessor", "size": 200}, ("squash", 1.0)),
     "long side": ({"image_processor_type": "ViTImageProcessor", "size": {"longest_edge": 224}}, ("squash", 1.0)),
 }

@@ -116,8 +116,8 @@ attention pooling              |                    |             |             
 attention pooling, class token | pool               |             |             | head pool        | pool
 no rows before the patches     |                    |             |             | posemb           | posemb
 rectangle                      |                    |             |             |                  | image_size
-hybrid, timm's                 | standardize        |             |             | stem             | stem
-hybrid, Google's               |                    | standardize | standardize | stem             | stem
+hybrid, timm's                 | standardize        |             |             |                  | stem
+hybrid, Google's               |                    | standardize | standardize | standardize      | stem
 BiT, timm's                    | blocks standardize |             |             | resnet           | resnet
 BiT, Google's                  |                    | standardize | standardize | resnet           | resnet
 2-D positions                  | posemb             | posemb      | posemb      | posemb           | posemb

@@ -1,6 +1,6 @@
 """transformers' vision models: a folder with config.json and preprocessor_config.json, or the weights alone.
 
-ViT, DeiT, ViTMAE (its encoder), CLIP, SigLIP, DINOv2, DINOv3, I-JEPA, BEiT and AIMv2. Version 5 renamed the
+ViT, ViTHybrid, DeiT, ViTMAE (its encoder), CLIP, SigLIP, DINOv2, DINOv3, I-JEPA, BEiT and AIMv2. Version 5 renamed the
 modules of ViT but still writes the old names to disk: both are read, the old ones written. The weights do not contain
 the number of heads; config.json does, with the activation, the epsilon of the norms and the image size.
 """
@@ -15,7 +15,7 @@ from plainvit.disk import read_json
 from plainvit.weights.files import Tensors
 from plainvit.weights.layout import FIRST, DetectedModel, Layout, Shapes, make_layout, read_shapes
 from plainvit.weights.shapes import BLOCK, Hints, check_names, read_vit, unsupported_model
-from plainvit.weights.supported import list_unlike
+from plainvit.weights.supported import list_unlike, list_unlike_resnet
 from plainvit.weights.transformers_files import (
     FIXED,
     KINDS,
@@ -35,7 +35,6 @@ PATCH_KERNELS = tuple(dict.fromkeys(make_layout(kind.section)["embedding.weight"
 OWN_PREFIXES = tuple({kind.prefix for kind in KINDS.values()} - {""})
 UNSUPPORTED_NAMES = {
     r"encoder\.relative_position_bias\.|shared_position_bias\.": "BEiT with one relative position bias for all layers",
-    r"patch_embeddings\.backbone\.": "a hybrid of transformers",
     r"rope_embeddings\.inv_freq": "a ViT with rotary positions that plainvit does not know",
     r"head\.cls_token": "AIMv2 with an attention pooling head",
     r"attention\.relative_position_bias_table": "a vision model with relative positions that is not BEiT",
@@ -48,6 +47,7 @@ SIGNS = {
     "layer_scale1.lambda1": "DINOv2",
     "relative_position_bias_table": "BEiT",
     "lambda_1": "BEiT",
+    "backbone.bit.embedder.convolution.weight": "ViTHybrid",
     "embeddings.distillation_token": "DeiT",
     "embeddings.cls_token": "ViT",
 }
@@ -237,6 +237,10 @@ def list_unsupported(config: ViTConfig) -> Iterator[tuple[str, str]]:
     yield from list_unlike(
         config, library, **{name: (value,) for name, value in FIXED.get(kind.name, {}).items()}, **SUPPORTED[kind.name]
     )
+    if config.stem:
+        yield from list_unlike_resnet(config, "timm")
+        if not config.stem.blocks:
+            yield "stem", "transformers' ViTHybrid has no stem without stages"
     if config.representation and config.classes:
         yield "pre_logits", f"{library} has no hidden layer before its classifier"
     if kind.name in ("CLIP", "SigLIP", "DINOv3", "AIMv2") and config.classes:

@@ -28,6 +28,7 @@ PROCESSORS = {
     "DeiT": SQUASH_CROP,
     "CLIP": SHORT_SIDE,
     "Bit": SHORT_SIDE,
+    "ViTHybrid": SHORT_SIDE,
     "Siglip": SQUASH | {"resample": 3},
     "DINOv3ViT": SQUASH | PIXELS,
     "Beit": SQUASH | {"resample": 3},
@@ -36,6 +37,7 @@ PROCESSORS = {
 
 # What published weights of each class come with, where it is not SQUASH
 USUAL = {
+    "ViTHybrid": SHORT_SIDE | HALF_PIXELS,
     "DeiT": SQUASH_CROP | PIXELS,
     "CLIP": SHORT_SIDE,
     "SigLIP": PROCESSORS["Siglip"],
@@ -58,6 +60,7 @@ _DINOV2 = _DINO | {"pool": ("token", "token+average")}
 _BEIT = {"posemb": ("bias",), "pool": ("average", "token"), "norm_pooled": ANY, "layer_scale": (True,)}
 SUPPORTED: dict[str, dict[str, Any]] = {
     "ViT": _VIT,
+    "ViTHybrid": _VIT | {"stem": ANY},
     "DeiT": _VIT | {"distillation": ANY, "registers": ANY},
     "CLIP": {"projection": ANY},
     "SigLIP": {"pool": ("attention",)},
@@ -94,6 +97,7 @@ def choose_kind(config: ViTConfig) -> Kind:
     registers = " with registers" if config.registers else ""
     is_dinov2 = config.layer_scale is not None and (not config.classes or config.pool == "token+average")
     conditions = {
+        "ViTHybrid": config.stem is not None,
         "BEiT": config.posemb == "bias",
         "DINOv3": config.rotary != "none",
         "AIMv2": config.norm_kind == "rms",
@@ -200,7 +204,7 @@ def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
         "num_channels": config.channels,
         "dtype": dtype,
     }
-    if kind.name in ("ViT", "DeiT", "I-JEPA", "BEiT"):
+    if kind.name in ("ViT", "ViTHybrid", "DeiT", "I-JEPA", "BEiT"):
         described |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "qkv_bias": True}
     if config.classes:
         described["id2label"] = {str(number): name for number, name in enumerate(names)}
@@ -216,6 +220,15 @@ def _one_or_both(sides: tuple[int, int]) -> int | list[int]:
 
 def _describe_parts(kind: str, config: ViTConfig) -> dict[str, Any]:
     """The settings that only one class has."""
+    if config.stem:
+        sizes = [256 * config.stem.widen * 2**stage for stage in range(len(config.stem.blocks))]
+        stem = {"model_type": "bit", "layer_type": "bottleneck", "depths": list(config.stem.blocks)}
+        stem |= {"hidden_sizes": sizes, "embedding_size": 64 * config.stem.widen, "global_padding": "same"}
+        stem |= {"embedding_dynamic_padding": True, "out_features": [f"stage{len(sizes)}"]}
+        return {
+            "backbone_config": stem,
+            "backbone_featmap_shape": [1, sizes[-1], *(side // config.stem.stride for side in config.image_size)],
+        }
     if kind == "CLIP":
         return {"projection_dim": config.projection or 512}
     if kind.startswith("DINOv2"):
