@@ -24,9 +24,10 @@ from plainvit.data.splits import choose_split
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
 from plainvit.evaluate.classify import EvaluationSet, classify
-from plainvit.evaluate.compare import TITLES, to_unit
+from plainvit.evaluate.compare import TITLES, find_published, to_unit
 from plainvit.evaluate.labels import Labels, align
 from plainvit.evaluate.metrics import Result
+from plainvit.evaluate.permuted_labels import warn_of_permuted_labels
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import FEW_CLASSES, describe_accuracy
 from plainvit.runtime.display import Display
@@ -85,6 +86,8 @@ def evaluate_model(
             open_model_and_data, lambda both: both[1].fingerprint() + str(both[0].preprocess)
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
+        if world.is_main and labels.right.shape[1] == 1:
+            warn_of_permuted_labels(labels.right[result.index, 0], result.predictions[:, 0], labels.class_names)
         done = _write_folder(world, predictor, labels, result, out) if world.is_main else None
         world.barrier()  # processes leave together
         return done
@@ -180,6 +183,7 @@ def summary_table(done: Evaluation) -> Group:
     counts += [f"{data['left_out']:,} excluded"] if data["left_out"] else []
     title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; correct is {data['rule']}"
     lines = [Text(title, style="bold"), table]
+    lines += [Text(f"{100 * row['top1']:.2f} % in {row['source']}", style="dim") for row in find_published(card)]
     result = done.result
     notes = [result.confidence_sentence, f"report: {done.folder / 'report.html'}"]
     notes += describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)

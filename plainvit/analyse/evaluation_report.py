@@ -14,6 +14,7 @@ from plainvit.analyse.headline import make_facts, make_headline
 from plainvit.analyse.page import Html, Section
 from plainvit.disk import write_text
 from plainvit.evaluate.card import Card
+from plainvit.evaluate.compare import find_published
 from plainvit.evaluate.labels import Labels
 from plainvit.evaluate.metrics import MOST_CONFUSED, Result
 from plainvit.evaluate.statistics import FEW_CLASSES
@@ -68,6 +69,7 @@ def _summarize(card: Card, result: Result) -> Html:
         notices.append(page.notice(page.describe_unreadable(card.unreadable, "image"), warning=True))
     if data["left_out"]:
         notices.append(page.notice(f"{page.pluralize(data['left_out'], 'image')} excluded by the rule."))
+    notices += [page.notice(f"{page.percent(row['top1'], 10_000)} in {row['source']}.") for row in find_published(card)]
     return page.join([page.element("p", lead, class_="lead"), *facts, *notices])
 
 

@@ -1,4 +1,4 @@
-"""Compare cards with the first one: differences with intervals and p-values.
+"""Compare cards with the first one: differences with intervals and p-values, and published results.
 
     plainvit compare evaluations/vit evaluations/bit
 
@@ -23,6 +23,8 @@ from plainvit.config import Config, flatten
 from plainvit.disk import run_settings
 from plainvit.evaluate import seeds, statistics
 from plainvit.evaluate.card import Card, Rows, match_images, read_card, read_rows, settings_of
+from plainvit.evaluate.permuted_labels import assign_classes
+from plainvit.weights.published import PUBLISHED
 
 UNITS = {**dict.fromkeys(("top1", "top5", "precision", "recall", "f1"), "%"), "ece": "points"}  # of fractions
 TITLES = {"top1": "top-1", "top5": "top-5", "nll": "NLL", "ece": "calibration error"}
@@ -98,6 +100,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
         "unreadable": card.unreadable,
         "metrics": card.metrics,
         "intervals": card.intervals,
+        "published": find_published(card),
     }
 
 
@@ -113,9 +116,18 @@ def _list_remarks(a: Entry, b: Entry, shared: Shared) -> Iterator[str]:
     if versions[0] != versions[1]:
         yield f"plainvit differs: {versions[0]} and {versions[1]}"
     in_a, in_b = shared
-    differing = int((a.rows.truth[in_a] != b.rows.truth[in_b]).sum())
+    differing = _count_different_labels(a.rows.truth[in_a], b.rows.truth[in_b])
     if differing:
-        yield f"{differing:,} of the {len(in_a):,} shared images have labels with different names"
+        yield f"{differing:,} of the {len(in_a):,} shared images have different labels"
+
+
+def _count_different_labels(a: np.ndarray, b: np.ndarray) -> int:
+    """Images whose labels differ; classes with other names are matched by the images that they share."""
+    _, labels = np.unique(a.astype(str), return_inverse=True)
+    _, others = np.unique(b.astype(str), return_inverse=True)
+    mapping = assign_classes(labels, others)
+    mapped = np.array([mapping.get(label, -1) for label in labels.tolist()])
+    return int((mapped != others).sum())
 
 
 def compare_settings(a: Entry, b: Entry) -> dict[str, list[Any]]:
@@ -180,11 +192,26 @@ def _compare_means(differences: np.ndarray) -> dict[str, Any]:
     return {"difference": center, "interval": ends, "p": p}
 
 
+# Published results ----------------------------------------------------------------------------------------------------
+
+
+def find_published(card: Card) -> list[dict[str, Any]]:
+    """Published top-1 of these weights on ImageNet or ImageNet-ReaL, as a fraction, with its source."""
+    results: list[dict[str, Any]] = []
+    for name, entry in PUBLISHED.items():
+        if card.name not in (name, f"hf:{entry.hub}"):
+            continue
+        top1 = {"imagenet": entry.top1, "imagenet-real": entry.real}.get(card.data["spec"])
+        if top1 is not None:
+            results.append({"top1": top1 / 100, "source": "timm's results for these weights"})
+    return results
+
+
 # Printing -------------------------------------------------------------------------------------------------------------
 
 
 def table(report: dict[str, Any]) -> Group:
-    """Groups of seeds, a row per card, and the differences."""
+    """Groups of seeds, a row per card, differences and published results."""
     rows, data, groups = report["cards"], report["data"], report["groups"]
     lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), correct is {data['rule']}", style="bold")]
     if groups:
@@ -194,6 +221,8 @@ def table(report: dict[str, Any]) -> Group:
         lines.append(Text("The differences of single runs are in --json.", style="dim"))
     else:
         lines += [line for row in rows[1:] for line in _describe_difference(row, rows[0])]
+    for row in rows:
+        lines += [Text(f"{row['name']}: {100 * peer['top1']:.2f} % in {peer['source']}") for peer in row["published"]]
     return Group(*lines)
 
 
