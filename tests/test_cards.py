@@ -186,7 +186,7 @@ def test_absent_or_damaged_files_are_data_errors(both: Both, tmp_path: Path) -> 
 def test_cards_are_compared_image_by_image(both: Both, capsys: Capture) -> None:
     cards = compare([done.folder for done in both])["cards"]
     row = cards[1]["difference"]
-    first, second = (done.result.right for done in both)
+    first, second = (done.result.correct for done in both)
     only_first, only_second = int((first & ~second).sum()), int((~first & second).sum())
     assert row["shared"] == 360
     assert row["top1"]["difference"] == pytest.approx(second.mean() - first.mean(), abs=1e-12)

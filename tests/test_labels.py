@@ -89,7 +89,7 @@ def test_real_equals_a_direct_count() -> None:
     evaluation_set = EvaluationSet(labels.source, (1, 1), Preprocess(), batch=1000)
     result = classify(Predictor(PixelModel(1000), device="cpu"), evaluation_set, labels)
     right = [guesses[number] in lists[number] for number in order if lists[number]]
-    assert result.right.tolist() == right
+    assert result.correct.tolist() == right
     assert labels.left_out == 5000 - len(right) > 0
     # The probability of the correct classes is the sum of theirs
     first = next(number for number in order if lists[number])
@@ -112,9 +112,9 @@ def test_real_needs_the_official_names(tmp_path: Path, caplog: pytest.LogCapture
         with pytest.raises(DataError, match="ILSVRC2012_val_00000001"):
             align(source, 1000, data_root=tmp_path)
     source = Pixels(np.zeros(1), ["a/ILSVRC2012_val_00050000.JPEG"], np.zeros(1), source.classes)
-    assert align(source, 1000, class_names(), data_root=tmp_path).right.tolist() == [[0]]
+    assert align(source, 1000, class_names(), data_root=tmp_path).targets.tolist() == [[0]]
     assert not caplog.records
-    assert align(source, 1000, tuple(reversed(class_names())), data_root=tmp_path).right.tolist() == [[0]]
+    assert align(source, 1000, tuple(reversed(class_names())), data_root=tmp_path).targets.tolist() == [[0]]
     assert "not ImageNet's" in caplog.text
     source = Pixels(np.zeros(2), ["a/ILSVRC2012_val_00000007.JPEG"] * 2, np.zeros(2), source.classes)
     with pytest.raises(DataError, match="same number"):
@@ -148,7 +148,7 @@ def test_subsets_of_imagenet_are_scored_among_their_classes(name: str, tmp_path:
     result = classify(predictor, EvaluationSet(labels.source, predictor.size, predictor.preprocess), labels)
     wnids = wordnet_ids()
     allowed = [int(one) if one.isdecimal() else wnids.index(one) for one in every]  # columns, in the folders' order
-    for at, (predicted, right) in enumerate(zip(result.predictions[:, 0], result.right, strict=True)):
+    for at, (predicted, right) in enumerate(zip(result.predictions[:, 0], result.correct, strict=True)):
         logits = predictor.logits(predictor.stack([labels.source.read(at)]))[0]
         best = max(allowed, key=lambda column: float(logits[column]))
         assert best == (predicted if name == "imagenet-v2" else wnids.index(sorted(every)[predicted]))
@@ -229,7 +229,7 @@ def test_classes_in_another_order_are_scored_by_name(tmp_path: Path) -> None:
     predicted = model.logits(model.stack(source.image(index) for index in range(25))).argmax(1).tolist()
     assert [source.classes[one] for one in result.predictions[:, 0]] == [shuffled[one] for one in predicted]
     assert len(set(predicted)) > 1
-    assert result.right.tolist() == [
+    assert result.correct.tolist() == [
         shuffled[one] == ANIMALS[label] for one, label in zip(predicted, source.labels, strict=True)
     ]
 
@@ -242,12 +242,12 @@ def test_published_weights_know_the_names_of_real_photos(caplog: pytest.LogCaptu
     labels = align(source, predictor.classes, predictor.class_names)
     paths = [image["path"] for image in pq.read_table(root / "imagenet-photos")["image"].to_pylist()]
     truth = [wordnet_ids().index(path.partition("_")[0]) for path in paths]  # n01675722_banded_gecko.JPEG
-    assert labels.right[:, 0].tolist() == truth
+    assert labels.targets[:, 0].tolist() == truth
     assert "ImageNet-1k's are used" in caplog.text
     result = classify(
         predictor, EvaluationSet(Subset(source, np.arange(8)), predictor.size, predictor.preprocess), labels
     )
-    assert result.right.sum() > 5
+    assert result.correct.sum() > 5
 
 
 # Names from a file ----------------------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ def evaluate_model(
             open_model_and_data, lambda both: both[1].fingerprint() + str(both[0].preprocess)
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
-        if world.is_main and labels.right.shape[1] == 1:
-            warn_of_permuted_labels(labels.right[result.index, 0], result.predictions[:, 0], labels.class_names)
+        if world.is_main and labels.targets.shape[1] == 1:
+            warn_of_permuted_labels(labels.targets[result.index, 0], result.predictions[:, 0], labels.class_names)
         done = _write_folder(world, predictor, labels, result, out) if world.is_main else None
         world.barrier()  # processes leave together
         return done
@@ -137,7 +137,7 @@ def default_name(card: Card) -> str:
 
 def most_confident_errors(labels: Labels, result: Result, most: int = ERRORS) -> list[Sample]:
     """The errors with the highest probability of the predicted class."""
-    wrong = np.flatnonzero(~result.right)
+    wrong = np.flatnonzero(~result.correct)
     wrong = wrong[np.argsort(-result.probabilities[wrong], kind="stable")][:most]
     return [_make_sample(labels, result, row) for row in wrong.tolist()]
 
@@ -145,8 +145,8 @@ def most_confident_errors(labels: Labels, result: Result, most: int = ERRORS) ->
 def choose_samples(labels: Labels, result: Result) -> list[Sample]:
     """The most confident errors, and correct predictions spread over the dataset."""
     wrong = most_confident_errors(labels, result, SAMPLES // 2)
-    right = np.flatnonzero(result.right)
-    chosen = right[choose_evenly(len(right), SAMPLES - len(wrong))]
+    correct = np.flatnonzero(result.correct)
+    chosen = correct[choose_evenly(len(correct), SAMPLES - len(wrong))]
     return [*wrong, *(_make_sample(labels, result, row) for row in chosen.tolist())]
 
 
@@ -186,5 +186,5 @@ def summary_table(done: Evaluation) -> Group:
     lines += [Text(f"{100 * row['top1']:.2f} % in {row['source']}", style="dim") for row in find_published(card)]
     result = done.result
     notes = [result.confidence_sentence, f"report: {done.folder / 'report.html'}"]
-    notes += describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
+    notes += describe_accuracy(int(result.correct.sum()), len(result.labels), result.majority_accuracy)
     return Group(*lines, *(Text(note, overflow="fold") for note in notes))

@@ -16,7 +16,7 @@ from plainvit.disk import write_text
 from plainvit.evaluate.card import Card
 from plainvit.evaluate.compare import find_published
 from plainvit.evaluate.labels import Labels
-from plainvit.evaluate.metrics import MOST_CONFUSED, Result
+from plainvit.evaluate.metrics import MAX_CONFUSION_CLASSES, Result
 from plainvit.evaluate.statistics import FEW_CLASSES
 
 
@@ -25,11 +25,11 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     sections: list[Section | None] = []
     if labels.single:  # predictions are classes of the dataset
         names = [figures.printable(name) for name in labels.class_names]
-        if result.classes <= MOST_CONFUSED:
+        if result.classes <= MAX_CONFUSION_CLASSES:
             matrix = result.confusion.astype(float)
             sections.append(confusion_section(matrix, names, name_images(card), folder))
         sections.append(class_section(result.by_class(), names, "classes.csv"))
-    totals = int((~result.right).sum()), len(result.right)  # errors, images
+    totals = int((~result.correct).sum()), len(result.correct)  # errors, images
     sections += [
         _calibration_section(result, folder),
         predictions_section(errors, "Most confident errors", totals),

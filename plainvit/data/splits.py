@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from plainvit.config import LEAST_STEPS, Config, from_json
-from plainvit.data.content_hash import CARD_SAMPLE, content_numbers, sample_hash
+from plainvit.data.content_hash import CARD_SAMPLE, hash_to_unit_interval, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, Subset, open_source
@@ -173,7 +173,7 @@ def hold_out(source: Source, fraction: float) -> tuple[Source, Source]:
     images moves no others. Of each class with two or more different images the lowest number is held out and the
     highest is not, whatever the fraction; only these two may change sides when the class changes.
     """
-    numbers = content_numbers(source)
+    numbers = hash_to_unit_interval(source)
     lowest, highest = np.full(len(source.classes), np.inf), np.full(len(source.classes), -np.inf)
     np.minimum.at(lowest, source.labels, numbers)
     np.maximum.at(highest, source.labels, numbers)

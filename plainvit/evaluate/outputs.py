@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from plainvit.data.columns import map_file, write_table
 from plainvit.data.decode import DataError
-from plainvit.disk import make_folder, read_json, write_atomically, write_text
+from plainvit.disk import DiskError, make_folder, read_json, write_atomically, write_text
 
 FORMULA_STARTS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # first characters; the last four are full-width = + - @
 NUMBER = r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"
@@ -47,7 +47,10 @@ class Parts:
 
     def _open_folder(self, job: dict[str, Any]) -> None:
         """Keeps the finished parts of the same job; deletes those of another job with force, else raises ValueError."""
-        make_folder(self.folder)
+        try:
+            make_folder(self.folder)
+        except DiskError as error:
+            raise DiskError(f"cannot write {self.out}: {error}") from error
         stored, parts = read_json(self.folder / "job.json"), list(self.folder.glob("part-*.parquet"))
         changed = [key for key in job if job[key] != stored.get(key)]
         if stored and changed and parts and not self.force:

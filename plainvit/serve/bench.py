@@ -70,7 +70,7 @@ def load_photos(predictor: Predictor, data: str, data_root: Path | None, count: 
         log.warning("no accuracy: %s", error)
         return Photos(load_images(predictor, find_images(predictor.source, data, data_root), count)[0])
     images, positions = load_images(predictor, labels.source, count)
-    return Photos(images, labels.right[positions], labels.columns)
+    return Photos(images, labels.targets[positions], labels.columns)
 
 
 def measure(
