@@ -32,7 +32,7 @@ from plainvit.analyse.figures import write_csv
 from plainvit.cli import main
 from plainvit.data.decode import decode
 from plainvit.data.sources import Source
-from plainvit.disk import write_atomically
+from plainvit.disk import DiskError, write_atomically
 from plainvit.evaluate import inputs
 from plainvit.evaluate.cluster import Cluster, ModelActor, Work, _size_cluster
 from plainvit.evaluate.predict import NON_FINITE, OutputBatches, PredictionJob, predict_locally, predict_rows, write
@@ -218,7 +218,7 @@ def test_a_model_without_a_head_can_only_embed(photos: Path, tmp_path: Path, cap
 
 
 def test_the_contact_sheet_shows_the_images(weights: Path, tmp_path: Path, capsys: Capture) -> None:
-    """For a run, the output includes its held-out accuracy."""
+    """For a run, the output includes its validation accuracy."""
     weights = Path(shutil.copy(weights, tmp_path / "model.safetensors"))
     plain = {f"{name}.png": encode(Image.new("RGB", (60, 60), name)) for name in ("red", "lime", "blue")}
     plant(tmp_path / "in", {**plain, "zz.png": b"broken"})
@@ -232,7 +232,7 @@ def test_the_contact_sheet_shows_the_images(weights: Path, tmp_path: Path, capsy
         printed = out.replace("\n", "").replace(" ", "")
         assert printed.endswith(f"sheet:{tmp_path / 'sheet.png'}")
         assert ("1 of 4" in err) == (not extra)
-        assert ("14of36held-outimages" in printed) == bool(extra)  # once there are results
+        assert ("14of36validationimages" in printed) == bool(extra)  # once there are results
         (tmp_path / "results.json").write_text(json.dumps({"val": {"images": 36, "top1": 14 / 36}}))
 
 
@@ -359,6 +359,11 @@ def test_a_file_written_meanwhile_is_not_replaced(predictor: Predictor, photos: 
     assert out.read_text() == "another's"
     summary, _ = write(job, source, out, force=True)
     assert summary.resumed == len(out.read_text().splitlines()) == 7, "the finished parts were kept"
+
+
+def test_an_output_that_cannot_be_written_is_named_as_it_was_given(predictor: Predictor, photos: Path) -> None:
+    with pytest.raises(DiskError, match=r"cannot write /proc/r\.jsonl: "):
+        write(PredictionJob(predictor, 1), inputs.find([str(photos)]), Path("/proc/r.jsonl"))
 
 
 @pytest.mark.parametrize("hard_links", [True, False])
