@@ -33,7 +33,7 @@ from plainvit.analyse.explorer import (
     plan_explorer,
     pooled_grid,
 )
-from plainvit.analyse.page import render_page
+from plainvit.analyse.html import render_page
 from plainvit.config import About
 from plainvit.models import Trace
 from plainvit.names import configure

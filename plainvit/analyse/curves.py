@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from plainvit.analyse.figures import COLORS, PANEL, new_figure, number, styled
 from plainvit.analyse.gallery import choose_evenly
-from plainvit.analyse.page import Section, element, inline_figure, make_section, publish_figure
+from plainvit.analyse.html import Section, element, inline_figure, make_section, publish_figure
 
 TRAINING = ("epoch", "loss", "accuracy", "lr", "norm", "waiting", "skipped")
 METRICS = ("top1", "top5", "nll", "loss")  # loss: of runs without labels

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from plainvit.analyse.attention import reduce_attention, require_global_attention
-from plainvit.analyse.page import CRISP, Html, Section, data_url, element, make_section, pluralize
+from plainvit.analyse.html import CRISP, Html, Section, data_url, element, make_section, pluralize
 from plainvit.analyse.subject import Subject
 from plainvit.models import ViT
 from plainvit.models.inference import in_eval_mode

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from plainvit.analyse.gallery import choose_evenly
-from plainvit.analyse.page import Html
+from plainvit.analyse.html import Html
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import MissingSplitError, Source, open_source
 from plainvit.data.splits import choose_split, find_training_config
