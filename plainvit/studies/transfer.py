@@ -76,10 +76,8 @@ RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 
 def resolution_arms(budget: Budget) -> dict[str, Arm]:
-    config = finetune_config(budget)
-    return {PRETRAINING: Arm(pretrain_config(budget), is_compared=False)} | size_arms(
-        config, SIZES[budget], PRETRAINING
-    )
+    pretraining = Arm(pretrain_config(budget), is_compared=False)
+    return {PRETRAINING: pretraining} | size_arms(finetune_config(budget), SIZES[budget], PRETRAINING)
 
 
 def size_arms(config: Config, sizes: tuple[int, ...], parent: str = "") -> dict[str, Arm]:
