@@ -20,7 +20,7 @@ from plainvit.analyse import curves, figures
 from plainvit.analyse.confusion import draw_confusion, find_frequent_confusions
 from plainvit.analyse.evaluation_report import draw_calibration
 from plainvit.analyse.gallery import Cell, Sample, draw_cells, truncate
-from plainvit.analyse.page import Html, element, embed_image, make_section, render_page
+from plainvit.analyse.html import Html, element, embed_image, make_section, render_page
 from plainvit.analyse.report import write_report
 from plainvit.config import Config, Optim, ViTConfig, to_json
 from plainvit.evaluate.statistics import describe_confidence

@@ -76,7 +76,9 @@ def study(
         with Workers(at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 8}[budget]) as workers:
             failed = _run_studies(chosen, settings, workers)
     except KeyboardInterrupt:
-        exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
+        exit_with_error(
+            f"interrupted; run the same command to resume with the finished runs in {out / 'ledger.jsonl'}", 130
+        )
     stored = report.read_verdicts(out)
     verdicts = [
         stored[study.name] for study in chosen if study.name in stored and report.is_current(stored[study.name])

@@ -1,6 +1,6 @@
 """Self-contained HTML pages: offline, responsive, with dark mode and no external resources.
 
-from plainvit.analyse.page import make_section, render_page, table
+from plainvit.analyse.html import make_section, render_page, table
 sizes = table(["class", "images"], [("zero", 178)], numbers=[1])
 render_page("Digits", "Images by class.", [make_section("Classes", "The training images.", sizes)])
 
