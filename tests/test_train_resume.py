@@ -145,7 +145,7 @@ def test_force_resumes_a_search_with_other_settings(tmp_path: Path) -> None:
     changed = run_config.replace(patience=5)
     with pytest.raises(ValueError, match="--force"):
         fit(changed, tmp_path, search=True, quiet=True)
-    assert fit(changed, tmp_path, search=True, force=True, quiet=True).numbers["steps"] == 6
+    assert fit(changed, tmp_path, search=True, force=True, quiet=True).metrics["steps"] == 6
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
@@ -162,7 +162,7 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     files = [*tmp_path.glob("checkpoints/*/*"), *(tmp_path / name for name in ("metrics.jsonl", "results.json"))]
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
     again = fit(runs.config(), tmp_path, quiet=True)
-    assert again.numbers == first.numbers
+    assert again.metrics == first.metrics
     assert tensor_hash(again.model.state_dict()) == tensor_hash(first.model.state_dict())
     assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
@@ -434,7 +434,7 @@ def test_with_patience_the_best_weights_are_final(tmp_path: Path, monkeypatch: p
     assert final
     for name, tensor in final.items():
         assert torch.equal(tensor, tensors[prefix + name])
-    assert result.numbers["chosen_on_val"] is True
+    assert result.metrics["chosen_on_val"] is True
 
 
 # Images in memory or from disk ----------------------------------------------------------------------------------------

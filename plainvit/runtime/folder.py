@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from plainvit.config import pluralize
 from plainvit.device import processor
 from plainvit.disk import DiskError, read_json, write_text
 
@@ -89,7 +90,7 @@ class Folder:
     def write(self, name: str, value: Any) -> None:
         if not self.writes:
             return
-        write_text(self.path / name, _to_json(finite(value)))
+        write_text(self.path / name, _to_json(replace_non_finite(value)))
 
     def read(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name)
@@ -108,7 +109,7 @@ class Folder:
         try:
             if self._metrics is None:
                 self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-            self._metrics.write(json.dumps(finite(line | {"time": round(time.time(), 3)})) + "\n")
+            self._metrics.write(json.dumps(replace_non_finite(line | {"time": round(time.time(), 3)})) + "\n")
             self._metrics.flush()
         except OSError as error:
             raise DiskError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror}") from error
@@ -182,12 +183,12 @@ def _to_json(value: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def finite(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """Replaces NaN and Inf by None: JSON has neither."""
     if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
+        return {key: replace_non_finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
+        return [replace_non_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -199,7 +200,7 @@ def environment(device: str) -> dict[str, Any]:
 
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     threads = torch.get_num_threads()
-    cpu = f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
+    cpu = f"{processor()}, {pluralize(threads, 'thread')}"
     return {
         "plainvit": __version__,
         "commit": read_commit(Path(__file__).parents[1]),

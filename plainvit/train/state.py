@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from plainvit.train.objectives import Classify
     from plainvit.train.optim import Average, Optimizers
 
-LEAST_INTERVAL = 5  # steps between evaluations in a run that --hours shortened
+MIN_INTERVAL = 5  # steps between evaluations in a run that --hours shortened
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Training:
     @property
     def evaluation_interval(self) -> int:
         """Steps between evaluations, which should take little of a run that --hours shortened."""
-        least = 1 if self.progress.length is None else LEAST_INTERVAL
+        least = 1 if self.progress.length is None else MIN_INTERVAL
         return max(math.ceil(self.steps / self.config.evaluations), least)
 
     def cast(self) -> AbstractContextManager:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from plainvit.train.state import Training
 
 EARLY_STEPS = (2, 4, 8, 16)  # since the start, at which the length is fitted too; the first only starts the clock
-LEAST_CHANGE = 0.1  # of the length: a run is lengthened by at least this, and smaller changes are not printed
+MIN_CHANGE = 0.1  # of the length: a run is lengthened by at least this, and smaller changes are not printed
 USEFUL_STEPS = 50  # fewer hardly change a model: the run says so
 
 
@@ -48,9 +48,9 @@ class TimeBudget:
         self.pace = pace if self.pace is None or self.is_early() else (self.pace + pace) / 2
         steps = min(step + max(int(left / self.pace), 0), run.config.steps)
         change = steps / run.steps - 1
-        if change == 0 or (0 < change < LEAST_CHANGE and steps < run.config.steps):
+        if change == 0 or (0 < change < MIN_CHANGE and steps < run.config.steps):
             return
-        if abs(change) >= LEAST_CHANGE:
+        if abs(change) >= MIN_CHANGE:
             message = (
                 f"--hours {run.config.hours:g} allows {steps} steps instead of {run.steps}, {self.pace:.2g} s each"
             )
