@@ -123,7 +123,7 @@ class Folder:
 
 
 def run_seconds(path: Path) -> float:
-    """Training time of a run that ended, from environment.json. Raises ValueError if it is no number."""
+    """Training time of a run that ended, from environment.json. Raises ValueError if it is not a number."""
     seconds = read_json(path / "environment.json").get("seconds", 0.0)
     if type(seconds) not in (int, float) or not 0 <= seconds < 1e12:
         raise ValueError(f"{path / 'environment.json'}: seconds is {shorten_repr(seconds)}: correct or delete it")

@@ -117,10 +117,8 @@ class Training:
             self.optimizers.load(select(tensors, "optimizer."), updates=progress.step - progress.skipped)
         except (KeyError, TypeError, ValueError) as error:
             path = self.checkpoints.folder / f"step-{state['step']:08d}"
-            message = (
-                f"the checkpoint {path} does not match this run: {error}: delete this checkpoint, or use another --out"
-            )
-            raise ValueError(message) from error
+            problem = f"the checkpoint {path} does not match this run ({error})"
+            raise ValueError(f"{problem}: delete it to resume from an earlier one, or use another --out") from error
         self.progress = progress
 
 
