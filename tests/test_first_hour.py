@@ -177,7 +177,8 @@ def test_the_length_of_a_run_follows_its_pace(monkeypatch: pytest.MonkeyPatch) -
         average=None,
         world=SimpleNamespace(sum=lambda tensor: tensor, size=1, device="cpu"),
     )
-    budget, told = TimeBudget(run), []
+    budget = TimeBudget(run)
+    told: list[str] = []
     display: Any = SimpleNamespace(print_line=told.append)
     lengths = []
     for step, seconds in ((2, 60.0), (4, 64.0), (8, 68.0), (30, 134.0), (50, 154.0), (60, 154.5), (500, 200.0)):
@@ -186,8 +187,24 @@ def test_the_length_of_a_run_follows_its_pace(monkeypatch: pytest.MonkeyPatch) -
         lengths.append(run.steps)
     # left at each pace: - (compiled), 296 s / 2, 292 s / 1, 226 s / 2 (mean of 1 and 3), 206 s / 1.5, ...
     assert lengths == [500, 152, 300, 143, 187, 325, 325]
-    assert len(told) == 5
+    assert [[number in line for number in ("500", "152", "187", "325")] for line in told] == [
+        [True, True, False, False],  # the first estimate; 300 and 143 are early or close to it
+        [False, False, True, False],
+        [False, False, False, True],
+    ]
     assert display.total == 325
+
+
+@pytest.mark.parametrize(("head", "warnings"), [("zero", 1), ("linear", 0)])
+def test_too_few_steps_are_reported_once_and_not_after_a_first_result(head: Any, warnings: int) -> None:
+    run: Any = StubRun(config=Config(steps=500, hours=0.1, head=head), progress=Progress(step=30), seconds=0.0)
+    budget, told = TimeBudget(run), []
+    budget.first, budget.pace = 0, 1.0
+    for steps in (40, 30, 20):
+        told.append(budget.describe_change(steps))
+        run.progress.length = steps
+    assert all(told)
+    assert sum("too few" in line for line in told) == warnings
 
 
 def test_a_run_that_is_out_of_time_ends_at_once(weights: str, tmp_path: Path) -> None:
@@ -202,12 +219,12 @@ def test_a_run_that_is_out_of_time_ends_at_once(weights: str, tmp_path: Path) ->
 @pytest.mark.parametrize("steps", [1, 9])
 def test_a_short_run_does_not_start_at_rate_zero(steps: int) -> None:
     assert learning_rate(Optim(lr=1.0, warmup=0.1), 0, steps) == 1.0
-    assert learning_rate(Optim(lr=1.0, warmup=100), 0, steps, asked=1000) == 1.0
+    assert learning_rate(Optim(lr=1.0, warmup=100), 0, steps, planned=1000) == 1.0
 
 
 def test_warm_up_in_steps_shrinks_with_the_run() -> None:
     optim = Optim(lr=1.0, warmup=100, cooldown=50, schedule="constant")
-    short = [learning_rate(optim, step, 100, asked=1000) for step in range(100)]
+    short = [learning_rate(optim, step, 100, planned=1000) for step in range(100)]
     assert short == [min(1, step / 10, (100 - step) / 5) for step in range(100)]
 
 

@@ -70,7 +70,7 @@ def changes_tensors(name: str, before: Any, after: Any) -> bool:
         return bool(before) != bool(after)
     if name == "optim.name":  # AdamW and LAMB keep the same state
         return {before, after} != {"adamw", "lamb"}
-    return name in ("objective", "masked.target", "optim.frozen")
+    return name in ("objective", "optim.frozen", "masked.target", "masked.depth", "masked.width", "masked.heads")
 
 
 def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
