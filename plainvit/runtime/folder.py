@@ -63,7 +63,7 @@ class Folder:
             self._lock.close()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise DiskError(f"cannot lock {path}: {error.strerror}") from error
-            raise ValueError(f"{holder} is training in {path}: wait for it, or give another --out") from error
+            raise ValueError(f"{holder} is training in {path}: wait for it, or use another --out") from error
         with contextlib.suppress(OSError):  # the first write that matters reports a full disk
             self._lock.truncate(0)
             os.write(self._lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
@@ -142,12 +142,12 @@ def check_metrics(metrics: Any, name: str) -> None:
     """Raises ValueError for metrics of a split that no run writes, which is why they are not used."""
     if not isinstance(metrics, dict):
         raise ValueError(f"{name} is {shorten_repr(metrics)}, not an object: delete the file and repeat the command")
-    for key, (least, most) in METRIC_RANGES.items():
+    for key, (minimum, maximum) in METRIC_RANGES.items():
         value = metrics.get(key)
         if key not in metrics or (value is None and key not in ("images", "top1")):  # null in place of NaN and Inf
             continue
-        if type(value) not in (int, float) or not least <= value <= most:
-            problem = f"{name}.{key} is {shorten_repr(value)}, not a number from {least} to {most:g}"
+        if type(value) not in (int, float) or not minimum <= value <= maximum:
+            problem = f"{name}.{key} is {shorten_repr(value)}, not a number from {minimum} to {maximum:g}"
             raise ValueError(f"{problem}: delete the file and repeat the command of the run")
 
 

@@ -93,10 +93,10 @@ def choose_images(run: "Training", train: Source, predictor: Predictor) -> Sourc
     started = time.perf_counter()
     predictor.features(batch).sum().item()  # waits for the device
     seconds = average_over_processes(run, (time.perf_counter() - started,))[0] / (len(batch) * run.world.size)
-    most = MAX_WORK / (width * len(train.classes))
+    max_images = MAX_WORK / (width * len(train.classes))
     if run.config.hours:
-        most = min(most, run.config.hours * 3600 * MAX_TIME / seconds)
-    return take_fraction(train, most / len(train)) if most < len(train) else train
+        max_images = min(max_images, run.config.hours * 3600 * MAX_TIME / seconds)
+    return take_fraction(train, max_images / len(train)) if max_images < len(train) else train
 
 
 def extract_features(run: "Training", source: Source, predictor: Predictor) -> tuple[Tensor, Tensor]:

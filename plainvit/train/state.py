@@ -74,8 +74,8 @@ class Training:
     @property
     def evaluation_interval(self) -> int:
         """Steps between evaluations, which should take little of a run that --hours shortened."""
-        least = 1 if self.progress.length is None else MIN_INTERVAL
-        return max(math.ceil(self.steps / self.config.evaluations), least)
+        minimum = 1 if self.progress.length is None else MIN_INTERVAL
+        return max(math.ceil(self.steps / self.config.evaluations), minimum)
 
     def cast(self) -> AbstractContextManager:
         return autocast(self.config, self.loader.device)

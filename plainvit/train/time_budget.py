@@ -64,11 +64,11 @@ class TimeBudget:
         run, name = self.run, f"--hours {self.run.config.hours:g}"
         if self.printed is None:
             is_large = abs(steps / run.steps - 1) >= MIN_CHANGE
-            message = f"{name} allows {steps} steps instead of {run.steps}, {self.pace:.2g} s each"
+            message = f"{name} allows {steps:,} steps instead of {run.steps:,}, {self.pace:.2g} s each"
         else:
             is_timed = run.progress.step - self.first >= EARLY_STEPS[-1]
             is_large = is_timed and abs(steps / self.printed - 1) > MIN_PRINTED_CHANGE
-            message = f"{name}: now {steps} steps, {self.pace:.2g} s each"
+            message = f"{name}: now {steps:,} steps, {self.pace:.2g} s each"
         if not is_large:
             return ""
         self.printed = steps
