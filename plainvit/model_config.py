@@ -53,6 +53,11 @@ def visible(text: str) -> str:
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
+def pluralize(count: float, singular: str, plural: str = "") -> str:
+    """A count with its noun, such as "1 image" and "2,000 images"; `plural` if it is not the singular with an s."""
+    return f"{count:,.0f} {singular if count == 1 else plural or singular + 's'}"
+
+
 def pair(size: int | Iterable[int]) -> tuple[int, int]:
     """(height, width) of a size given as one number (a square) or as a pair."""
     if isinstance(size, int):

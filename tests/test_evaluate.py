@@ -166,7 +166,7 @@ def test_a_run_is_evaluated_on_its_held_out_images(
     done = evaluated(run.folder, Path("photos"), tmp_path / "own")
     assert "3 that the run held out" in caplog.text
     assert len(done.result.index) == 3
-    assert done.card.metrics["top1"] == pytest.approx(run.numbers["val"]["top1"])
+    assert done.card.metrics["top1"] == pytest.approx(run.metrics["val"]["top1"])
     evaluated(run.folder, Path("photos"), tmp_path / "train", split="train")
     assert "trained on these images" in caplog.text
     subject = gather(Predictor(run.folder, device="cpu"), "photos", "", "", 128, run.folder)

@@ -206,7 +206,7 @@ PASSAGES: dict[str, tuple[dict[str, Any], str]] = {
         "This run diverged at step 12 of 1,000: loss is not finite.",
     ),
     "limited by hours": (
-        {"results": {"steps": 40, "steps_asked": 200}, "config": {"hours": 0.1}, "metrics": steps(40)},
+        {"results": {"steps": 40, "steps_planned": 200}, "config": {"hours": 0.1}, "metrics": steps(40)},
         "steps 40 of 200: limited by --hours 0.1",
     ),
     "first result": (

@@ -18,7 +18,7 @@ from shell import Capture, fail, run
 
 from plainvit.cli import main
 from plainvit.data.decode import DataError
-from plainvit.runtime.folder import finite
+from plainvit.runtime.folder import replace_non_finite
 from plainvit.studies import report
 from plainvit.studies.claims import read_claims
 from plainvit.studies.execute import Settings
@@ -117,7 +117,7 @@ def test_numbers_that_are_nan_are_reported(tmp_path: Path) -> None:
     verdict = decide(
         [require_above("b - a", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0])), fact("f", math.nan, "1", False)]
     )
-    plant(tmp_path, "positions", 1, verdict.outcome, parts=finite(verdict.criteria))
+    plant(tmp_path, "positions", 1, verdict.outcome, parts=replace_non_finite(verdict.criteria))
     text = report.make_report(tmp_path)
     assert "| b - a | ? [?, ?] | > 0 | 6 | 1 | open |" in text
     assert "| f | ? | 1 |  | 0 | no |" in text

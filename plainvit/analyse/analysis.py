@@ -22,7 +22,7 @@ from plainvit.disk import make_folder, write_text
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.runtime.display import Display
-from plainvit.runtime.folder import finite
+from plainvit.runtime.folder import replace_non_finite
 from plainvit.weights.pixels import Pixels
 
 # In the order of the report
@@ -102,7 +102,7 @@ def _write_figure(finding: Finding, folder: Path) -> Path:
     """The figure as PNG, its data as JSON."""
     path = folder / f"{finding.name}.png"
     save(finding.figure, path)
-    write_text(path.with_suffix(".json"), json.dumps(finite(finding.data)) + "\n")
+    write_text(path.with_suffix(".json"), json.dumps(replace_non_finite(finding.data)) + "\n")
     return path
 
 

@@ -26,7 +26,7 @@ from plainvit.analyse.masked import read_masked_figures
 from plainvit.config import Config, flatten, to_json
 from plainvit.disk import read_json, write_text
 from plainvit.evaluate.metrics import class_metrics
-from plainvit.runtime.display import readable
+from plainvit.runtime.display import format_duration
 from plainvit.runtime.folder import metrics
 
 OBJECTIVES = {
@@ -151,7 +151,8 @@ def _facts(run: Run) -> list[Html]:
         facts.append(html.fact("validation top-1", top1, note))
     seconds, device = number(run.environment.get("seconds")), run.environment.get("device")
     if not math.isnan(seconds):
-        facts.append(html.fact("training time", readable(seconds), f"on {printable(device, 40)}" if device else ""))
+        note = f"on {printable(device, 40)}" if device else ""
+        facts.append(html.fact("training time", format_duration(seconds), note))
     return [*facts, *_step_facts(run), *make_facts(run.result(run.split), html.SPLIT.get(run.split, ""))]
 
 
@@ -160,7 +161,7 @@ def _first_result_facts(run: Run) -> list[Html]:
     first = run.result("first")
     if not first:
         return []
-    note = f"{html.pluralize(first['images'], 'held-out image')}, after {readable(first['seconds'])}"
+    note = f"{html.pluralize(first['images'], 'held-out image')}, after {format_duration(first['seconds'])}"
     return [html.fact("first result", html.percent(first["top1"]), "linear head on frozen features", note)]
 
 
@@ -169,7 +170,7 @@ def _step_facts(run: Run) -> list[Html]:
     if not len(run.curves["step"]):
         return []
     taken = run.results.get("steps", run.curves["step"][-1])
-    planned, hours = run.results.get("steps_asked", taken), run.config.get("hours")
+    planned, hours = run.results.get("steps_planned", taken), run.config.get("hours")
     limited = f"of {planned:,}: limited by --hours {hours:g}" if planned > taken and hours else ""
     epochs = np.nanmax(run.curves["epoch"], initial=0)
     return [html.fact("steps", f"{taken:,.0f}", limited, f"{epochs:,.1f} epochs")]

@@ -47,7 +47,7 @@ def evaluate(
     from dataclasses import asdict
 
     from plainvit.analyse.evaluation import evaluate_model, summary_table
-    from plainvit.runtime.folder import finite
+    from plainvit.runtime.folder import replace_non_finite
 
     changes = given_pixel_flags(flags)
     if text_head is not None:
@@ -69,7 +69,7 @@ def evaluate(
     )
     if evaluation:  # only the main process has it
         card = {"folder": str(evaluation.folder), **asdict(evaluation.card)}
-        print_result(finite(card), None if json else summary_table(evaluation))
+        print_result(replace_non_finite(card), None if json else summary_table(evaluation))
     return None
 
 
@@ -84,7 +84,7 @@ def compare(runs: tuple[Path, ...], /, *, json: Json = False) -> None:
         runs: Run folders or output folders of `plainvit evaluate`; the first is compared with each of the others
     """
     from plainvit.evaluate import compare as comparison
-    from plainvit.runtime.folder import finite
+    from plainvit.runtime.folder import replace_non_finite
 
     report = comparison.compare(runs)
-    print_result(finite(report), None if json else comparison.table(report))
+    print_result(replace_non_finite(report), None if json else comparison.table(report))

@@ -37,7 +37,7 @@ from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.distributed import World
-from plainvit.runtime.folder import environment, finite
+from plainvit.runtime.folder import environment, replace_non_finite
 
 VERSION = 2
 CARD, IMAGES = "card.json", "images.parquet"
@@ -157,7 +157,8 @@ def _find_steps(source: str | Path) -> dict[str, int]:
 def write_card(card: Card, folder: Path, labels: Labels, result: Result) -> None:
     """Writes card.json and images.parquet together, so that they always agree."""
     make_folder(folder)
-    rows, text = _make_rows(labels, result), json.dumps(finite(asdict(card)), indent=1, ensure_ascii=False) + "\n"
+    rows = _make_rows(labels, result)
+    text = json.dumps(replace_non_finite(asdict(card)), indent=1, ensure_ascii=False) + "\n"
     write_card_file = functools.partial(Path.write_text, data=text, encoding="utf-8")
     write_together({folder / IMAGES: functools.partial(write_table, rows), folder / CARD: write_card_file})
 

@@ -55,7 +55,7 @@ def list_choices(target: torch.device) -> tuple[Choice, ...]:
 
 def cpu_computes_bf16() -> bool:
     """Whether bf16 is faster than fp32 on this CPU, as measured, and does not crash this process."""
-    return not device.cpu_bf16_refused() and device.measure_cpu().prefers_bf16
+    return not device.is_cpu_bf16_unsafe() and device.measure_cpu().prefers_bf16
 
 
 class InferenceModel(nn.Module):
