@@ -104,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.exit(2, "bench.attention: no CUDA device was found: these kernels need an NVIDIA GPU\n")
-    if reason := explain_unfit(torch.empty(1, 197, 2304, dtype=torch.bfloat16, device="cuda"), 12):
+    reason = explain_unfit(torch.empty(1, 197, 2304, dtype=torch.bfloat16, device="cuda"), 12)
+    if reason:
         parser.exit(2, f"bench.attention: {reason}\n")
     skipped: list[str] = []
     rows = [row for name in SHAPES for row in measure_shape(name, args.repeats, skipped)]

@@ -85,7 +85,8 @@ def read_cpu_seconds(session: int) -> float:
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = file.read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12]) if int(fields[3]) == session else 0
+            if int(fields[3]) == session:
+                ticks += int(fields[11]) + int(fields[12])  # user and system time
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -163,8 +164,7 @@ def send_from_processes(
     if processes == 1:
         return asyncio.run(send(port, requests, clients=clients, seconds=seconds))
     with ProcessPoolExecutor(processes) as pool:
-        counts = [clients // processes + (number < clients % processes) for number in range(processes)]
-        jobs = [pool.submit(_send, port, requests, count, seconds, 7 * n) for n, count in enumerate(counts) if count]
+        jobs = [pool.submit(_send, port, requests, clients // processes, seconds, 7 * n) for n in range(processes)]
         return [response for job in jobs for response in job.result()]
 
 

@@ -43,7 +43,8 @@ def check_results(results: Mapping[str, Any], device: str, figures: Mapping[str,
         return 0, f"{speed}; bench/figures.json has no ratio of this device: --add writes it"
     committed = float(figures[device]["ratio"])
     change = ratio / committed - 1
-    return int(change < -TOLERANCE), f"{speed}: {change:+.1%} relative to the committed {committed:.3f}"
+    code = 1 if change < -TOLERANCE else 0
+    return code, f"{speed}: {change:+.1%} relative to the committed {committed:.3f}"
 
 
 def name_device(options: Options) -> str:

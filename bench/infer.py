@@ -106,7 +106,8 @@ def list_forms(libraries: Sequence[str], *, compiled: bool, graph: bool, fp8: bo
     forms: list[Form] = []
     for library in libraries:
         forms.append(Form(library, "eager", "bf16" if gpu else "fp32"))
-        precisions: list[Precision] = ["bf16"] if gpu else ["fp32", "bf16"] if low else ["fp32"]
+        precisions: list[Precision] = ["bf16"] if gpu else ["fp32"]
+        precisions += ["bf16"] if low and not gpu else []
         precisions += ["fp8"] if fp8 and library == "plainvit" else []
         for precision in precisions if compiled else ():
             forms += [Form(library, "compiled", precision), *([Form(library, "graph", precision)] if graph else [])]
@@ -225,7 +226,7 @@ def measure_batch(
     with torch.no_grad():
         expected = job.create_plainvit()(images[:8])
     assert isinstance(expected, Tensor)
-    systems = [system for form in forms if (system := warm_up(form, job, images, expected, skipped))]
+    systems = list(filter(None, (warm_up(form, job, images, expected, skipped) for form in forms)))
     counts = {system.form: count_calls(system, job.device, seconds) for system in systems}
     measure_seconds = time_cuda_calls if job.is_gpu else time_calls
 
@@ -266,7 +267,8 @@ def print_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         line = [row["system"], row["batch"], f"{row['images_per_second']:,.1f}", f"{row['ms']:,.3f}"]
         line += [f"{row['min_ms']:,.3f}-{row['max_ms']:,.3f}"]
-        line += [format_number(row["ratio"], ".3f") + "*" * row["is_best_peer"], format_number(row["x_timm"], ".2f")]
+        line += [format_number(row["ratio"], ".3f") + ("*" if row["is_best_peer"] else "")]
+        line += [format_number(row["x_timm"], ".2f")]
         line += [f"{row['mfu']:.1f}", format_number(row["kernel_ms"], ",.3f"), f"{row['error']:.1e}"]
         lines.append([*line, f"{row['first_call_seconds']:.0f}"])
     print_table(title, ("system", *columns), lines, left=("system",))

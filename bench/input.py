@@ -1,6 +1,6 @@
 """The input pipeline compared with those of torchvision and timm, on the same images.
 
-    python -m bench.input --data DIR [--json FILE] [--only photos]
+    python -m bench.input --data DIR [--json FILE]
 
 The 48 photos of imagenet-photos are repeated as hard links to make an epoch. Every system makes training batches of
 224 px (Inception crop, flip) with two worker processes: plainvit as uint8, since its model normalizes, the peers as
@@ -120,14 +120,10 @@ def measure_index(folder: Path, repeats: int) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, repeats=5, data="imagenet-photos")
-    parser.add_argument("--only", choices=("photos", "index"), help="Measure one part only")
     args = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        if args.only != "index":
-            rows += measure_photos(args.data, Path(name), args.repeats)
-        if args.only != "photos":
-            rows += measure_index(Path(name) / "index", args.repeats)
+        rows = measure_photos(args.data, Path(name), args.repeats)
+        rows += measure_index(Path(name) / "index", args.repeats)
     report("bench.input", arguments, args.json, "input pipeline", rows)
 
 

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -223,7 +222,6 @@ def describe_machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
         "cuda": torch.version.cuda if has_gpu else None,
         "cudnn": torch.backends.cudnn.version() if has_gpu else None,
-        "driver": _find_driver() if has_gpu else None,
     }
 
 
@@ -232,15 +230,6 @@ def _find_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _find_driver() -> str | None:
-    try:
-        line = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
-    except OSError:
-        return None
-    match = re.search(r"(\d+\.\d+(\.\d+)?)\s", line)
-    return match[1] if match else None
 
 
 def first_line(error: BaseException) -> str:

@@ -11,7 +11,8 @@ plainvit     `plainvit serve`, with the backend and the precision that it choose
 fp32         `plainvit serve --precision fp32`
 torch        `plainvit serve --precision fp32 --backend torch`
 litserve     LitServe with batches of 32 and a batch timeout of 2 ms, PyTorch fp32 (pip install litserve)
-plain        a Starlette route that calls the PyTorch model in a thread pool, one image at a time, fp32
+plain        a Starlette route that calls the PyTorch model in a thread pool, one image at a time, fp32 (pip install
+             python-multipart)
 """
 
 import importlib.util
@@ -98,7 +99,7 @@ def make_commands(weights: Path, folder: Path) -> dict[str, tuple[list[str], int
     fp32 = ["--precision", "fp32"]
     for name, flags in {"plainvit": [], "fp32": fp32, "torch": [*fp32, "--backend", "torch"]}.items():
         port = find_port()
-        flags = [*flags, "--port", str(port), "--deadline", "60", "--no-explain"]
+        flags = [*flags, "--port", str(port), "--deadline", "60"]
         commands[name] = [sys.executable, "-m", "plainvit", "serve", f"ti={weights}", *flags], port
     for name, code in (("litserve", LITSERVE), ("plain", PLAIN)):
         port = find_port()
@@ -132,9 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds: dict[str, list[dict[str, float]]] = {}
     with TemporaryDirectory() as folder:
         commands = make_commands(weights.resolve(), Path(folder))
-        if importlib.util.find_spec("litserve") is None:
-            warn_skipped("litserve: it is not installed (pip install litserve)", skipped)
-            del commands["litserve"]
+        for name, module in {"litserve": "litserve", "plain": "python_multipart"}.items():
+            if importlib.util.find_spec(module) is None:
+                warn_skipped(f"{name}: {module} is not installed (pip install litserve python-multipart)", skipped)
+                del commands[name]
         for _ in range(args.repeats):
             for name, (command, port) in commands.items():
                 with start_server(command, port, requests) as session:

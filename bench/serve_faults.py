@@ -81,8 +81,10 @@ def measure_load(server: Server, rate: float, seconds: float) -> dict[str, Any]:
 def measure_overload(server: Server, capacity: float, seconds: float) -> dict[str, Any]:
     responses = server.send(clients=8 * CLIENTS, rate=3 * capacity, seconds=seconds)
     end = time.monotonic()
-    while (response := server.send(clients=1, count=1)[0]).status != 200:
+    response = server.send(clients=1, count=1)[0]
+    while response.status != 200:
         time.sleep(0.05)
+        response = server.send(clients=1, count=1)[0]
     times: dict[int, list[float]] = {}
     for r in responses:
         times.setdefault(r.status, []).append(1e3 * r.seconds)

@@ -151,8 +151,7 @@ def measure_model(name: str, options: Options, skipped: list[str]) -> list[dict[
     batch, is_gpu = options.choose_batch(name), options.is_gpu
     job = make_job(name, options.configure_model(name), batch, options.device, compiled=options.compiled)
     steps = options.loss_steps or (30 if is_gpu else 3)
-    names = list_systems(options.systems)
-    systems = [system for system_name in names if (system := warm_up(system_name, job, steps, skipped))]
+    systems = list(filter(None, (warm_up(system, job, steps, skipped) for system in list_systems(options.systems))))
     if not systems or systems[0].name != BASELINE:
         raise RuntimeError("without plainvit no peer is measured; try --compile off")
     matmul_rates = measure_rounds(systems, job, options, skipped)
@@ -234,8 +233,9 @@ def compare_losses(system: System, baseline: System, options: Options) -> dict[s
     """The largest relative difference from plainvit's losses (NaN if one is not finite), and its limit."""
     pairs = zip(system.losses, baseline.losses, strict=True)
     difference = float(np.max([abs(loss - expected) / abs(expected) for loss, expected in pairs]))
-    own_limit = VARIANTS[system.name].loss_limit if system.name in VARIANTS else None
-    limit = LOSS_LIMIT["cuda" if options.is_gpu else "cpu"] if own_limit is None else own_limit
+    limit = VARIANTS[system.name].loss_limit if system.name in VARIANTS else None
+    if limit is None:
+        limit = LOSS_LIMIT["cuda" if options.is_gpu else "cpu"]
     row = {"losses": system.losses, "loss_difference": difference, "loss_limit": limit}
     return row | {"is_valid": system.is_finite and difference <= limit}
 
@@ -246,7 +246,7 @@ def print_rows(rows: Sequence[dict[str, Any]], options: Options) -> None:
     for row in rows:
         line = [f"{row['model']} x{row['batch']}", row["system"], f"{row['images_per_second']:,.1f}"]
         line += [f"{row['min']:,.1f}-{row['max']:,.1f}"]
-        line += [format_number(row["ratio"], ".3f") + "*" * row["is_best_peer"]]
+        line += [format_number(row["ratio"], ".3f") + ("*" if row["is_best_peer"] else "")]
         line += [f"{row['matmul']:,.3g}", f"{row['mfu']:.1f}", f"{row['hfu']:.1f}"]
         line += [format_number(row["peak_gib"], ".2f"), f"{row['step_ms']:,.2f}"]
         line += [format_number(row["kernel_ms"], ",.2f"), f"{row['first_step_seconds']:.0f}"]
@@ -292,8 +292,9 @@ def make_options(args: argparse.Namespace) -> Options:
             raise ValueError(f"--systems: {name!r} is unknown: use {'; '.join((*VARIANTS, *PEERS))}")
     counts = {name: getattr(args, name) for name in ("batch", "steps", "loss_steps", "repeats")}
     for name, value in counts.items():
-        if value < (name == "repeats"):
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {int(name == 'repeats')}, got {value}")
+        least = 1 if name == "repeats" else 0
+        if value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     compiled = args.compile == "on" or (args.compile == "auto" and device.startswith("cuda"))
     return Options(device, models, systems, compiled=compiled, image_size=args.image_size, **counts)
 

@@ -49,7 +49,7 @@ TASKS: dict[str, dict[str, Command]] = {
         "vtab": vtab.vtab,
     },
     "Understand a model": {"analyse": analyse.analyse},
-    "Export and serve": {"export": serve.export, "bench": serve.bench, "serve": serve.serve},
+    "Export and serve": {"export": serve.export, "serve": serve.serve},
     "Models and weights": {
         "models": models.models,
         "inspect": models.inspect,
@@ -104,8 +104,16 @@ def _describe_error(error: Exception) -> str:
     return first_line(error)
 
 
+def _find_command(arguments: list[str]) -> str | None:
+    for words in (2, 1):
+        name = " ".join(arguments[:words])
+        if name in COMMANDS:
+            return name
+    return None
+
+
 def _run_command(arguments: list[str]) -> None:
-    name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
+    name = _find_command(arguments)
     if name is None:
         _print_overview(arguments)
         return

@@ -21,12 +21,12 @@ VIT_NUMERICS: dict[str, dict[str, Any]] = {
     "transformers": {"activation": "gelu", "norm_eps": 1e-12},
 }
 RESNET_NUMERICS: dict[str, dict[str, Any]] = {
-    "google": {"standardise": "var+1e-10", "norm_eps": 1e-5},
-    "timm": {"standardise": "var+1e-8", "norm_eps": 1e-5},
+    "google": {"standardize": "var+1e-10", "norm_eps": 1e-5},
+    "timm": {"standardize": "var+1e-8", "norm_eps": 1e-5},
 }
 STEM_NUMERICS: dict[str, dict[str, Any]] = {  # Google's hybrids use a ResNet implementation other than BiT's
-    "google": {"standardise": "std+1e-5", "norm_eps": 1e-6},
-    "timm": {"standardise": "var+1e-8", "norm_eps": 1e-5},
+    "google": {"standardize": "std+1e-5", "norm_eps": 1e-6},
+    "timm": {"standardize": "var+1e-8", "norm_eps": 1e-5},
 }
 
 
@@ -158,7 +158,7 @@ class ResNetConfig(Checked):
     preactivation: bool = True  # Apply norm and ReLU before each convolution (BiT)
     #: Padding of convolutions; same is TensorFlow's, asymmetric at stride 2
     padding: Literal["symmetric", "same"] = "symmetric"
-    standardise: Literal["std+1e-5", "var+1e-8", "var+1e-10"] = "var+1e-10"  # Denominator of weight standardization
+    standardize: Literal["std+1e-5", "var+1e-8", "var+1e-10"] = "var+1e-10"  # Denominator of weight standardization
     norm_eps: float = 1e-5  # Epsilon of GroupNorm
     init: Literal["google", "timm"] = "google"  # Initialization scheme of the weights
     mean: tuple[float, ...] = (0.5,)  # Mean that is subtracted from pixels in [0, 1]

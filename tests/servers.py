@@ -12,7 +12,6 @@ from pictures import encode, photo
 
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
-from plainvit.serve.explain import Explainer
 from plainvit.serve.requests import Limits
 from plainvit.serve.server import LOOPBACK, DeadlineServer, bind_port, make_server
 from plainvit.serve.service import Service
@@ -50,7 +49,7 @@ def serving(
 ) -> Iterator[Running]:
     limits = limits or Limits()
     service = Service(name, predictor, limits, backend)
-    app = Application([service], {name: Explainer(predictor)}, token=token, hosts=LOOPBACK)
+    app = Application([service], token=token, hosts=LOOPBACK)
     server, bound = make_server(app, limits), bind_port("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()

@@ -63,7 +63,7 @@ def test_the_calibration_error_equals_that_of_scikit_learns_bins() -> None:
 
     _, _, result = scores()
     result.probabilities[:6] = np.array([1 / 15, 2 / 15, 1.0, 0.2, 1 / 3, 0.0])  # some of them edges of bins
-    accuracy, sure = calibration_curve(result.right, result.probabilities, n_bins=15, strategy="uniform")
+    accuracy, sure = calibration_curve(result.correct, result.probabilities, n_bins=15, strategy="uniform")
     edges = np.linspace(0, 1, 16)
     counts = np.bincount(np.searchsorted(edges[1:-1], result.probabilities), minlength=15)
     weights = counts[counts > 0] / len(result.labels)
@@ -82,7 +82,7 @@ def test_counts_are_the_same_for_any_batch(batch: int) -> None:
     logits = predictor.logits(predictor.stack(source.image(index) for index in range(len(source))))
     assert len(result.labels) == len(source)
     assert result.index.tolist() == list(range(len(source)))
-    assert int(result.right.sum()) == int((logits.argmax(1).numpy() == source.labels).sum())
+    assert int(result.correct.sum()) == int((logits.argmax(1).numpy() == source.labels).sum())
 
 
 def work(model: Path, out: Path, rank: int, size: int, port: int, batch: int) -> None:

@@ -18,7 +18,7 @@ from plainvit.config import Augment, Config, Optim, ResNetConfig, ViTConfig
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.data.splits import open_splits
-from plainvit.evaluate.card import read_card, settings_of
+from plainvit.evaluate.card import read_card, read_run_settings
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
 from plainvit.runtime.folder import metrics
@@ -212,7 +212,7 @@ def test_a_run_that_is_out_of_time_ends_at_once(weights: str, tmp_path: Path) ->
     done = fit(config(weights, hours=1e-6, steps=100), tmp_path, quiet=True)
     assert (done.metrics["steps"], done.metrics["steps_planned"]) == (4, 100)
     assert read(tmp_path, "status.json")["steps"] == 4
-    assert settings_of(tmp_path, read_card(tmp_path))["steps"] == 4  # what `plainvit compare` shows
+    assert read_run_settings(tmp_path, read_card(tmp_path))["steps"] == 4  # what `plainvit compare` shows
     assert [line["step"] for line in metrics(tmp_path) if "val" in line] == [0, 4]
 
 

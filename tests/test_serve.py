@@ -118,6 +118,15 @@ def test_explain_gives_maps_of_every_layer_and_head(server: Running) -> None:
     assert server.post("/explain?class=7", content=photos(1)[0]).status_code == 400
 
 
+def test_an_explanation_past_its_deadline_gets_503(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    with serving(predictor, Limits(deadline=0.5)) as running:
+        monkeypatch.setattr(running.service.explainer, "explain", lambda *_: gate.wait(60))
+        response = running.post("/explain", content=photos(1)[0])
+        gate.set()
+    assert (response.status_code, running.app.explaining) == (503, 0)
+
+
 def test_a_bad_image_fails_alone(server: Running, predictor: Predictor) -> None:
     good = photos(2)
     results = server.post(files=as_files([good[0], b"\xff\xd8\xff not a JPEG", good[1]])).json()["results"]
@@ -207,7 +216,7 @@ def test_an_image_past_its_deadline_is_dropped_without_computing_it() -> None:
         return images
 
     async def submit() -> list[list[Any]]:
-        batcher, now = Batcher(compute), time.monotonic()
+        batcher, now = Batcher(compute, 32, ThreadPoolExecutor(1), lambda *_: None), time.monotonic()
         return await asyncio.gather(
             batcher.submit([torch.ones(1)], now + 60), batcher.submit([torch.zeros(1)], now - 1)
         )
@@ -473,17 +482,17 @@ def test_other_machines_need_a_token_or_an_explicit_flag(monkeypatch: pytest.Mon
     assert check_access("0.0.0.0", True) == ("", ())
     assert check_access("127.0.0.2", False)[0] == ""
     assert {"localhost", "127.0.0.2"} <= set(check_access("127.0.0.2", False)[1])  # accepted Host headers
-    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setenv(TOKEN, "secret\n")  # as in a file
     assert check_access("0.0.0.0", False) == ("secret", ())
 
 
 def test_a_token_protects_all_but_the_page_and_health(predictor: Predictor) -> None:
-    with serving(predictor, token="secret") as running:
+    with serving(predictor, token="sécret") as running:
         for path in ("/metrics", "/models", "/openapi.json"):
             assert running.client.get(path).status_code == 401
-        for given in ("", "Bearer wrong", "Bearer secret2", "Bearer é".encode()):
+        for given in ("", "Bearer wrong", "Bearer sécret2".encode(), "Bearer é".encode("latin-1")):
             assert running.post(content=photos(1)[0], headers={"authorization": given}).status_code == 401
-        assert running.post(content=photos(1)[0], headers={"authorization": "Bearer secret"}).is_success
+        assert running.post(content=photos(1)[0], headers={"authorization": "Bearer sécret".encode()}).is_success
         assert running.client.get("/").status_code == running.client.get("/readyz").status_code == 200
 
 

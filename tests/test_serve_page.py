@@ -1,5 +1,6 @@
 """The page of the server in Chromium: predictions, maps, keyboard, camera, hostile names, no outside request."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from pictures import plant
 from servers import photos, serving
 from tiny import vit
 
@@ -164,13 +164,25 @@ def test_the_camera_gives_a_photo(browser: Any, predictor: Predictor) -> None:
 def test_a_broken_photo_and_a_missing_token_are_explained(browser: Any, predictor: Predictor) -> None:
     with serving(predictor, token="secret") as server:
         visit = Visit(browser, server.address)
-        visit.page.fill("#token", "secret")
-        visit.page.click("#token-form button")
-        visit.page.locator("#model-name", has_text="tiny").wait_for()
         visit.choose(b"nothing")
-        visit.page.wait_for_selector("#error:not([hidden])")
-        assert "0.jpg: the format is not supported" in visit.page.inner_text("#error")
+        visit.page.locator("#error", has_text="0.jpg: Enter the token").wait_for()
+        for token, problem in (("wrong", "The token is wrong."), ("secret", "")):
+            visit.page.fill("#token", token)
+            visit.page.click("#token-form button")
+            visit.page.locator("#problem", has_text=re.compile(f"^{problem}$")).wait_for(state="attached")
+        visit.page.locator("#model-name", has_text="tiny").wait_for()
+        visit.page.locator("#error", has_text="0.jpg: the format is not supported").wait_for()  # sent again
         visit.context.close()
+
+
+def test_a_missing_camera_is_explained(browser: Any, predictor: Predictor) -> None:
+    with serving(predictor) as server:
+        visit = Visit(browser, server.address)
+        visit.page.evaluate("() => { navigator.mediaDevices.getUserMedia = () => Promise.reject(new Error()); }")
+        visit.page.click("#camera")
+        visit.page.get_by_text("The camera is not available.").wait_for()
+        assert visit.page.locator("#problem").bounding_box()["width"] > 100  # not only for screen readers
+        visit.close(server.address)
 
 
 def test_the_page_says_why_there_is_no_map(browser: Any, predictor: Predictor) -> None:
@@ -203,17 +215,3 @@ def test_confidence_is_that_of_the_evaluated_photos_with_the_nearest_probability
     confidence = Explainer(predictor).describe_confidence(probability)
     assert confidence
     assert (confidence["of"], confidence["right"]) == (25, sum(row["right"] for row in nearest))
-
-
-def test_the_nearest_training_photos_are_the_most_similar(
-    predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    some = photos(8, "PNG")
-    plant(tmp_path / "data", {f"{'ab'[at % 2]}/{at}.png": one for at, one in enumerate(some)})
-    explainer = Explainer(predictor, str(tmp_path / "data"))
-    features = torch.nn.functional.normalize(predictor.features(predictor.stack(some)), dim=-1)
-    expected = (features @ features[3]).sort(descending=True)
-    found = explainer.find_neighbors(predictor.load_image(some[3]))
-    assert [one["label"] for one in found] == ["ab"[at % 2] for at in expected.indices[:6].tolist()]
-    assert [one["similarity"] for one in found] == pytest.approx(expected.values[:6].tolist(), abs=1e-5)

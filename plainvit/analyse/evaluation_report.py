@@ -14,8 +14,9 @@ from plainvit.analyse.headline import make_facts, make_headline
 from plainvit.analyse.page import Html, Section
 from plainvit.disk import write_text
 from plainvit.evaluate.card import Card
+from plainvit.evaluate.compare import find_published
 from plainvit.evaluate.labels import Labels
-from plainvit.evaluate.metrics import MOST_CONFUSED, Result
+from plainvit.evaluate.metrics import MAX_CONFUSION_CLASSES, Result
 from plainvit.evaluate.statistics import FEW_CLASSES
 
 
@@ -24,11 +25,11 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     sections: list[Section | None] = []
     if labels.single:  # predictions are classes of the dataset
         names = [figures.printable(name) for name in labels.class_names]
-        if result.classes <= MOST_CONFUSED:
+        if result.classes <= MAX_CONFUSION_CLASSES:
             matrix = result.confusion.astype(float)
             sections.append(confusion_section(matrix, names, name_images(card), folder))
         sections.append(class_section(result.by_class(), names, "classes.csv"))
-    totals = int((~result.right).sum()), len(result.right)  # errors, images
+    totals = int((~result.correct).sum()), len(result.correct)  # errors, images
     sections += [
         _calibration_section(result, folder),
         predictions_section(errors, "Most confident errors", totals),
@@ -68,6 +69,7 @@ def _summarize(card: Card, result: Result) -> Html:
         notices.append(page.notice(page.describe_unreadable(card.unreadable, "image"), warning=True))
     if data["left_out"]:
         notices.append(page.notice(f"{page.pluralize(data['left_out'], 'image')} excluded by the rule."))
+    notices += [page.notice(f"{page.percent(row['top1'], 10_000)} in {row['source']}.") for row in find_published(card)]
     return page.join([page.element("p", lead, class_="lead"), *facts, *notices])
 
 

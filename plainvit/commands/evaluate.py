@@ -76,9 +76,9 @@ def evaluate(
 def compare(runs: tuple[Path, ...], /, *, json: Json = False) -> None:
     """Compare evaluations with the first one and test whether the differences are significant.
 
-    Two evaluations are compared on the images that both have; file names may differ. Different settings are listed.
-    Runs that differ only in the seed are also grouped: mean, standard deviation, and the difference between groups with
-    its interval.
+    Two evaluations are compared on the images that both have; file names may differ. Different settings are listed, and
+    published results are shown if known. Runs that differ only in the seed are also grouped: mean, standard deviation,
+    and the difference between groups with its interval.
 
     Args:
         runs: Run folders or output folders of `plainvit evaluate`; the first is compared with each of the others

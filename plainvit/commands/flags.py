@@ -15,7 +15,7 @@ import inspect
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -54,37 +54,48 @@ class Flag:
     def metavar(self) -> str | None:
         """MODEL, [PATTERN], CARD ... for words; the type of a flag's value."""
         if self.is_word:
-            name = self.name.upper() if self.nargs in (None, "?") else f"{self.name.upper().removesuffix('S')} ..."
+            is_single = self.nargs in (None, "?")
+            name = self.name.upper() if is_single else f"{self.name.upper().removesuffix('S')} ..."
             return name if self.required else f"[{name}]"
         if self.name == "model":
             return "NAME"
-        return f"{{{','.join(map(str, self.choices))}}}" if self.choices else self.kind.__name__.upper()
+        if self.choices:
+            return f"{{{','.join(map(str, self.choices))}}}"
+        return self.kind.__name__.upper()
 
     def add_to(self, parser: "argparse._ActionsContainer") -> None:
         """Add it to a parser; a flag that is not given leaves no value."""
-        text = self._describe().replace("%", "%%")
-        options: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS}
-        nargs = "+" if self.nargs == "*" and not self.is_setting else self.nargs  # a setting of a recipe can be emptied
+        if self.kind is bool:
+            self._add_switches(parser)
+            return
+        options: dict[str, Any] = {"metavar": self.metavar, "type": self.kind, "choices": self.choices}
+        options["help"] = self._describe().replace("%", "%%")
         if self.is_word:
-            options = {"metavar": self.metavar, "nargs": self.nargs, "type": self.kind, "help": text}
-            parser.add_argument(self.name, choices=self.choices, **options)
-        elif self.kind is bool:
-            for option, value in self._list_switches().items():  # help shows the one that changes the default
-                negated = f"Turn off: {text[:1].lower()}{text[1:]}".replace(" (default: True)", "")
-                shown = argparse.SUPPRESS if value == (self.default is True) else text if value else negated
-                parser.add_argument(option, action="store_const", const=value, help=shown, **options)
-        else:
-            options |= {"metavar": self.metavar, "nargs": nargs, "type": self.kind, "help": text}
-            parser.add_argument(self.option, choices=self.choices, required=self.required, **options)
+            parser.add_argument(self.name, nargs=self.nargs, **options)
+            return
+        nargs = "+" if self.nargs == "*" and not self.is_setting else self.nargs  # a setting of a recipe can be emptied
+        options |= {"dest": self.name, "default": argparse.SUPPRESS, "required": self.required, "nargs": nargs}
+        parser.add_argument(self.option, **options)
 
-    def _list_switches(self) -> dict[str, bool]:
-        """--model.class-token, and for settings --model.no-class-token."""
-        group, dot, name = self.option[2:].rpartition(".")
-        return {self.option: True} | ({f"--{group}{dot}no-{name}": False} if self.is_setting else {})
+    def _add_switches(self, parser: "argparse._ActionsContainer") -> None:
+        """--model.class-token, and for settings --model.no-class-token; help shows what changes the default."""
+        text = self.help.replace("%", "%%")
+        is_on = self.default is True
+        turn_on = argparse.SUPPRESS if is_on else text
+        turn_off = f"Turn off: {text[:1].lower()}{text[1:]}" if is_on else argparse.SUPPRESS
+        options: dict[str, Any] = {"action": "store_const", "dest": self.name, "default": argparse.SUPPRESS}
+        parser.add_argument(self.option, const=True, help=turn_on, **options)
+        if self.is_setting:
+            group, dot, name = self.option[2:].rpartition(".")
+            parser.add_argument(f"--{group}{dot}no-{name}", const=False, help=turn_off, **options)
 
     def _describe(self) -> str:
-        if self.default in (None, "", (), False) or self.is_word:
-            return self.help + (" (required)" if self.required and not self.is_word else "")
+        if self.is_word:
+            return self.help
+        if self.required:
+            return f"{self.help} (required)"
+        if not self.default:
+            return self.help
         values = self.default if isinstance(self.default, tuple) else (self.default,)
         shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
         return f"{self.help} (default: {shown})"
@@ -115,8 +126,10 @@ def _list_parameter(
     else:
         options = _read_type(hint)
         is_word = parameter.kind is parameter.POSITIONAL_ONLY
-        if is_word:
-            options["nargs"] = ("+" if required else "*") if options["nargs"] else None if required else "?"
+        if is_word and options["nargs"]:
+            options["nargs"] = "+" if required else "*"
+        elif is_word and not required:
+            options["nargs"] = "?"
         default = None if required else parameter.default
         text = _read_argument_help(call).get(name) or _read_annotation(hint)
         yield Flag(name=name, required=required, is_word=is_word, default=default, help=text, **options)
@@ -203,11 +216,14 @@ def parse(call: Callable[..., Any], command: str, arguments: list[str]) -> funct
     flags, parser = list_flags(call), _Parser(add_help=False, allow_abbrev=False)
     for flag in flags:
         flag.add_to(parser)
-    known, unknown = parser.parse_known_intermixed_args([_spell(word) for word in arguments])
+    known, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         _reject(unknown[0], command, flags, parser)
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()}
-    words = [flag.default if given.get(flag.name) in (None, ()) else given[flag.name] for flag in flags if flag.is_word]
+    words = []
+    for flag in (flag for flag in flags if flag.is_word):
+        is_given = given.get(flag.name) not in (None, ())
+        words.append(given[flag.name] if is_given else flag.default)
     named: dict[str, Any] = {}
     for name, parameter in inspect.signature(call).parameters.items():
         if parameter.annotation is Settings:
@@ -221,12 +237,6 @@ def parse(call: Callable[..., Any], command: str, arguments: list[str]) -> funct
         elif parameter.kind is parameter.KEYWORD_ONLY and name in given:
             named[name] = given[name]
     return functools.partial(call, *words, **named)
-
-
-def _spell(word: str) -> str:
-    """--image_size is --image-size."""
-    flag, equals, value = word.partition("=")
-    return f"{flag.replace('_', '-')}{equals}{value}" if flag.startswith("--") else word
 
 
 def _reject(word: str, command: str, flags: list[Flag], parser: argparse.ArgumentParser) -> NoReturn:
@@ -245,12 +255,13 @@ def _reject(word: str, command: str, flags: list[Flag], parser: argparse.Argumen
 
 
 def format_help(
-    call: Callable[..., Any], command: str, *, common: Iterable[str] = (), config: Config | None = None
+    call: Callable[..., Any], command: str, *, common: Sequence[str] = (), config: Config | None = None
 ) -> str:
     """The help of a command: all flags, or the common ones and how to list all."""
     flags = list_flags(call, config)
-    if common := tuple(common):
-        flags = [flag for name in common for flag in flags if name == flag.name]
+    if common:
+        by_name = {flag.name: flag for flag in flags}
+        flags = [by_name[name] for name in common]
     words = [str(flag.metavar) for flag in flags if flag.is_word]
     width = min(shutil.get_terminal_size().columns, 120)
     paragraphs = inspect.cleandoc(call.__doc__ or "").partition("\nArgs:\n")[0].strip().split("\n\n")

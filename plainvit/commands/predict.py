@@ -74,16 +74,20 @@ def predict(
             drawn = choose_evenly(len(source)).tolist()
         if out:
             summary, rows = write(job, source, out, engine=engine, force=force, quiet=json, keep=drawn)
+            drawn_rows = rows
         else:
             keep = bool(sheet) or not json
             summary, rows = _predict_rows(job, source, engine, stdout if json else None, keep=keep)
+            drawn_rows = [rows[index] for index in drawn]
     if sheet:
         from plainvit.analyse.figures import save
         from plainvit.analyse.gallery import contact_sheet
 
-        save(contact_sheet(source, drawn, rows if out else [rows[index] for index in drawn]), sheet)
+        save(contact_sheet(source, drawn, drawn_rows), sheet)
     accuracy = describe_accuracy_of_run(model)
-    notes = [*([f"{model}: {accuracy}"] if accuracy else []), *([f"sheet: {sheet}"] if sheet else [])]
+    notes = [f"{model}: {accuracy}"] if accuracy else []
+    if sheet:
+        notes.append(f"sheet: {sheet}")
     if out:
         _print_summary(summary, json, notes)
     elif not json and summary.unreadable < summary.images:
@@ -192,11 +196,10 @@ def _print_table(rows: list[dict[str, Any]], notes: Sequence[str]) -> None:
         if row["error"]:
             table.add_row(name, Text(row["error"], style="red"), "", "")
             continue
-        (label, probability), *rest = [
-            (_truncate(entry["label"]), f"{100 * entry['probability']:.1f}\u00a0%")  # no line break before the sign
-            for entry in row["predictions"]
-        ]
-        table.add_row(name, Text(label), probability, Text(", ".join(map(" ".join, rest))))
+        labels = [_truncate(entry["label"]) for entry in row["predictions"]]
+        values = [f"{100 * entry['probability']:.1f}\u00a0%" for entry in row["predictions"]]  # no line break before %
+        rest = ", ".join(f"{label} {value}" for label, value in zip(labels[1:], values[1:], strict=True))
+        table.add_row(name, Text(labels[0]), values[0], Text(rest))
     print_result(None, Group(table, *map(Text, notes)))
 
 

@@ -76,8 +76,9 @@ def _train(command: str, recipe: str, settings: Settings, flags: RunFlags) -> Pr
     if os.environ.get("RANK", "0") != "0":  # only the main process prints
         return None
     if flags.json:
-        for scores in filter(lambda value: isinstance(value, dict), run.metrics.values()):
-            scores.pop("confusion", None)  # a row for each pair of classes; it is in results.json
+        for scores in run.metrics.values():
+            if isinstance(scores, dict):
+                scores.pop("confusion", None)  # a row for each pair of classes; it is in results.json
         print_result({"folder": str(run.folder), **run.metrics}, None)
         return None
     for line in (*describe_choice(run.metrics), *describe_results(run.metrics)):
@@ -96,7 +97,8 @@ def describe_results(results: dict[str, Any]) -> Iterator[str]:
             correct = round(scores["top1"] * scores["images"])
             accuracy, *warning = describe_accuracy(correct, scores["images"], scores.get("majority_accuracy"))
             yield from (f"{name}: {accuracy}", *warning)
-            if split == "val" and (better := results.get("better_before")):
+            better = results.get("better_before")
+            if split == "val" and better:
                 step = f"step {better['step']:,} had {100 * better['top1']:.2f} %"
                 yield f"the final weights are the last step's; {step}: use --patience N to keep the best"
         elif scores.get("loss") is not None:

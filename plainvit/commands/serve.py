@@ -1,8 +1,8 @@
-"""Export, measure and serve a model: export, bench, serve."""
+"""Export and serve a model: export, serve."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from plainvit.commands.parsing import (
     DataRoot,
@@ -15,19 +15,14 @@ from plainvit.commands.parsing import (
     print_result,
 )
 
-if TYPE_CHECKING:
-    from plainvit.evaluate.predictor import Predictor
-
 
 def export(
     model: Model,
     /,
     *,
-    format: tuple[Literal["onnx", "openvino", "pt2", "aoti"], ...] = ("onnx",),  # noqa: A002 - the flag's name
+    format: tuple[Literal["onnx", "openvino", "pt2"], ...] = ("onnx",),  # noqa: A002 - the flag's name
     out: Path | None = None,
-    input: Literal["uint8", "float"] = "uint8",  # noqa: A002 - the flag's name
     int8: bool = False,
-    no_verify: bool = False,
     data: str = "",
     data_root: DataRoot = None,
     images: int = 256,
@@ -35,95 +30,41 @@ def export(
     pixels: PixelFlags,
     json: Json = False,
 ) -> None:
-    """Write a model for ONNX Runtime, OpenVINO, torch.export or AOTInductor, compared with PyTorch.
+    """Write a model for ONNX Runtime, OpenVINO or torch.export, compared with PyTorch.
 
     An export is one graph for any batch size that includes the normalization; class names and preprocessing are in its
-    metadata. Both models run on the same photos. If the outputs differ, nothing is written and the exit code is 4.
-    --int8 measures the ranges of activations on half of the photos and compares the other half.
+    metadata. Both models run on the same photos, or on random images without --data and a run. If the outputs differ,
+    nothing is written and the exit code is 4. --int8 measures the ranges of activations on half of the photos and
+    compares the other half.
 
     Args:
-        format: Formats to write; aoti needs a C++ compiler and runs on machines like this one
+        format: Formats to write; pt2 is that of torch.export
         out: Output folder; default: RUN/exports, or exports/NAME
-        input: Type of the input images: uint8, or floats in [0, 1]
         int8: Quantize weights and activations to 8 bits (onnx and openvino)
-        no_verify: Write without comparing the outputs
         data: Photos to compare on: a folder, glob or dataset; default: the test images of the run
         images: Number of photos, spread over the data
     """
     from rich.console import Group
     from rich.text import Text
 
+    from plainvit.evaluate.predictor import Predictor
     from plainvit.serve import export as exports
 
     if images < 2:
         raise ValueError(f"--images must be at least 2, got {images}")
-    source = None if no_verify and not int8 else exports.find_images(model, data, data_root)
-    predictor = _load(model, image_size, pixels)
-    loaded = None if source is None else exports.load_images(predictor, source, images)[0]
-    folder, options = out or exports.default_folder(model), {"int8": int8, "uint8": input == "uint8"}
-    written, checks = exports.export(predictor, loaded, format, folder, verify=not no_verify, **options)
-    checked = [vars(check) | {"interval": check.interval} for check in checks]
-    value = {"written": [str(path) for path in written], "checks": checked}
+    source = exports.find_images(model, data, data_root)  # before the model, which is slower
+    if int8 and source is None:
+        raise ValueError("--int8 needs photos to measure activations on: name a folder or a dataset with --data")
+    options = {"device": "cpu", "precision": "fp32", "image_size": image_size}
+    predictor = Predictor(model, **options, **given_pixel_flags(pixels))
+    compared = exports.make_noise(predictor) if source is None else exports.load_images(predictor, source, images)
+    folder = out or exports.default_folder(model)
+    written, checks = exports.export(predictor, compared, format, folder, int8=int8)
+    if json:
+        print_result({"written": list(map(str, written)), "checks": list(map(vars, checks))}, None)
+        return
     lines = Text("\n".join(f"written: {path}" for path in written))
-    print_result(value, None if json else Group(exports.table(checks), lines) if checks else lines)
-
-
-def _load(model: str, image_size: int | None, pixels: PixelFlags) -> "Predictor":
-    from plainvit.evaluate.predictor import Predictor
-
-    return Predictor(model, device="cpu", precision="fp32", image_size=image_size, **given_pixel_flags(pixels))
-
-
-def bench(
-    model: Model,
-    /,
-    *,
-    format: tuple[Literal["torch", "onnx", "openvino", "pt2", "aoti"], ...] = ("torch", "onnx", "openvino"),  # noqa: A002
-    int8: bool = False,
-    batches: tuple[int, ...] = (1, 8, 32),
-    seconds: float = 3.0,
-    data: str = "",
-    data_root: DataRoot = None,
-    images: int = 256,
-    image_size: ImageSize = None,
-    pixels: PixelFlags,
-    json: Json = False,
-) -> None:
-    """Measure latency, speed, memory and accuracy of a model in several formats on this machine.
-
-    The latency is that of one batch: median and 99th percentile. Each format runs in its own process.
-
-    Args:
-        format: Formats to measure
-        int8: Also measure int8 for onnx and openvino; needs --data or a run
-        batches: Batch sizes
-        seconds: Time to measure each format at each batch size
-        data: Labeled photos for the accuracy: a folder or a dataset; default: the test images of the run
-        images: Number of photos, spread over the data
-    """
-    from plainvit.serve import bench as measurements
-
-    if not batches or min(batches) < 1 or seconds <= 0 or images < 1:
-        raise ValueError("--batches and --images must be at least 1 and --seconds above 0")
-    predictor = _load(model, image_size, pixels)
-    photos = measurements.load_photos(predictor, data, data_root, images)
-    formats = [*format, *(f"{kind} int8" for kind in format if int8 and kind in ("onnx", "openvino"))]
-    rows = measurements.measure(predictor, formats, batches, photos, seconds)
-    print_result([vars(row) for row in rows], None if json else measurements.table(rows))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerFlags:
-    """Options of `plainvit.serve.server.load_app`."""
-
-    #: Library that runs the model; auto measures the installed ones and takes the fastest
-    backend: Literal["auto", "torch", "onnx", "openvino"] = "auto"
-    #: Precision of the computation; auto: bf16 on a GPU, and on a CPU if it agrees with fp32 and is faster
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    device: Device = "auto"
-    neighbors: str = ""  # Training photos for "nearest training photos" on the page: a folder or a dataset
-    data_root: DataRoot = None
-    no_explain: bool = False  # Turn off /explain (attention maps) and the field confidence of /predict
+    print_result(None, Group(exports.table(checks), lines))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +85,9 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     no_auth: bool = False,
-    flags: ServerFlags,
+    backend: Literal["auto", "torch", "onnx", "openvino"] = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    device: Device = "auto",
     limits: LimitFlags,
 ) -> None:
     """Serve models over HTTP, with a web page to try them: POST /predict, /embed and /explain.
@@ -158,11 +101,11 @@ def serve(
         host: IP address to listen on; 0.0.0.0 for all
         port: TCP port
         no_auth: Allow another --host without a token: anybody who can connect may use the server
+        backend: Library that runs the model; auto measures the installed ones and takes the fastest
+        precision: Precision of the computation; auto: bf16 on a GPU, and on a CPU if it agrees with fp32 and is faster
     """
     from plainvit.serve import require
 
-    if not models:
-        raise ValueError("no MODEL given: plainvit serve RUN")
     for name, value in vars(limits).items():
         if value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
@@ -172,4 +115,5 @@ def serve(
 
     token, hosts = server.check_access(host, no_auth)
     with server.bind_port(host, port) as bound:
-        server.run(bound, models, Limits(**vars(limits)), token=token, hosts=hosts, **vars(flags))
+        options = {"backend": backend, "precision": precision, "device": device, "token": token, "hosts": hosts}
+        server.run(bound, models, Limits(**vars(limits)), **options)

@@ -61,7 +61,10 @@ def _split_names(given: Settings) -> tuple[dict[str, Any], dict[str, dict[str, A
     nested: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         part, dot, rest = name.partition(".")
-        (nested.setdefault(part, {}) if dot else flat)[rest or part] = value
+        if dot:
+            nested.setdefault(part, {})[rest] = value
+        else:
+            flat[name] = value
     return flat, nested
 
 
@@ -69,8 +72,9 @@ def _select_model(config: Config, start: Config, name: str, settings: dict[str, 
     """The model that --model names, or that of the recipe or of the weights to start from, with its own settings."""
     from plainvit.names import configure
 
-    for side in {"image_size", "patch"} & settings.keys():
-        settings[side] = pair(*settings[side]) if len(settings[side]) == 1 else settings[side]
+    for side in ("image_size", "patch"):
+        if len(settings.get(side, ())) == 1:  # a square
+            settings[side] = pair(*settings[side])
     model = config.model
     if name:
         default = model.image_size if model else 224

@@ -55,7 +55,8 @@ def resize(model: ViT, image_size: int | tuple[int, int], *, method: str | None 
 
     method is one of METHODS, or "geometric" for BEiT's biases; None: as the code that the weights come from.
     """
-    method, old = choose_method(model) if method is None else method, model.config
+    old = model.config
+    method = choose_method(model) if method is None else method
     if not (method == GEOMETRIC and old.posemb == "bias"):
         _check_method(method)
     new = old.replace(image_size=pair(image_size))
@@ -144,6 +145,9 @@ def _place_geometrically(count: int, reach: int) -> Tensor:
     low, high, q = 1.01, 1.5, 1.01
     while high - low > 1e-6:
         q = (low + high) / 2
-        low, high = (low, q) if (1 - q**count) / (1 - q) > reach else (q, high)
+        if (1 - q**count) / (1 - q) > reach:
+            high = q
+        else:
+            low = q
     points = torch.cumsum(q ** torch.arange(count, dtype=torch.float64), 0)
     return torch.cat((-points.flip(0), points.new_zeros(1), points))

@@ -26,14 +26,13 @@ from torch import Tensor
 from plainvit.data.decode import ImageError
 from plainvit.errors import NonFiniteError
 from plainvit.serve.batcher import DeadlineError
-from plainvit.serve.explain import Explainer
 from plainvit.serve.requests import FormatError, SizeError, read_photos
 from plainvit.serve.service import OverloadError, Service, lower_priority
 
 PAGE = Path(__file__).with_name("page")
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/openapi.json": "openapi.json"}
 OPEN = ("/", "/page.css", "/page.js", "/healthz", "/readyz")  # no data of the model: they need no token
-MAX_EXPLAINED = 4  # requests to /explain that wait; each needs a backward pass
+MAX_EXPLAINING = 4  # requests to /explain that wait; each needs a backward pass
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "media-src 'self' blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -53,6 +52,7 @@ STATUS: list[tuple[type[BaseException], int]] = [
     (OverloadError, 429),
     (NonFiniteError, 500),
 ]
+RETRY = {429: {"retry-after": "1"}, 503: {"retry-after": "1"}}  # headers by status
 Handler = Callable[[Request], Awaitable[Response]]
 Describe = Callable[[Tensor], dict[str, Any]]
 log = logging.getLogger("plainvit")
@@ -65,17 +65,10 @@ class Application:
     Only HTTP is handled: run it with lifespan and WebSocket support turned off.
     """
 
-    def __init__(
-        self,
-        services: Sequence[Service],
-        explainers: dict[str, Explainer] | None = None,
-        *,
-        token: str = "",
-        hosts: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, services: Sequence[Service], *, token: str = "", hosts: Sequence[str] = ()) -> None:
         self.services = {service.name: service for service in services}
         self.metrics = services[0].metrics
-        self.explainers, self.explaining = explainers or {}, 0
+        self.explaining = 0  # requests to /explain that wait
         self.explainer_thread = ThreadPoolExecutor(1, "explain", lower_priority)
         self.token, self.hosts = token.encode(), hosts
         self.routes: dict[str, tuple[str, Handler]] = {
@@ -93,12 +86,12 @@ class Application:
         request, start = Request(scope, receive), time.monotonic()
         response = await self.respond(request)
         response.raw_headers += ENCODED_HEADERS
-        if re.fullmatch(r"[\w.-]{1,64}", identity := request.headers.get("x-request-id", "")):
-            response.headers["x-request-id"] = identity
+        request_id = request.headers.get("x-request-id", "")
+        if re.fullmatch(r"[\w.-]{1,64}", request_id):
+            response.headers["x-request-id"] = request_id
         path = scope["path"] if scope["path"] in self.routes else "other"
         self.metrics.requests.labels(path, response.status_code).inc()
-        if scope["method"] == "POST":
-            self.metrics.request_seconds.labels(path).observe(time.monotonic() - start)
+        self.metrics.request_seconds.labels(path).observe(time.monotonic() - start)
         await response(scope, receive, send)
 
     async def respond(self, request: Request) -> Response:
@@ -118,7 +111,7 @@ class Application:
             status = _find_status(error)
             if status == 500:
                 log.exception("%s failed", request.scope["path"])
-            return JSONResponse({"error": _describe(error)}, status, _retry_header(status, error))
+            return JSONResponse({"error": _describe(error)}, status, RETRY.get(status))
 
     def check_access(self, request: Request) -> None:
         """Raises the error of a request that is not allowed."""
@@ -133,8 +126,8 @@ class Application:
             return
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise HTTPException(403, "requests from other sites are not allowed")
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if self.token and not hmac.compare_digest(given.encode(), self.token):
+        given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # the bytes of the header
+        if self.token and not hmac.compare_digest(given, self.token):
             raise HTTPException(401, "a token is required: send the header `Authorization: Bearer TOKEN`")
 
     def find_service(self, request: Request) -> Service:
@@ -144,7 +137,7 @@ class Application:
         return self.services[name]
 
     async def predict(self, request: Request) -> Response:
-        service, k = self.find_service(request), _parse_number(request, "k", 5, 1, 1000)
+        service, k = self.find_service(request), _parse_number(request, "k", 1, 1000) or 5
         if not service.predictor.classes:
             raise HTTPException(404, "this model has no head and predicts no classes: use /embed")
         return await self.compute(request, service, "logits", lambda logits: self.name_classes(service, logits, k))
@@ -157,51 +150,49 @@ class Application:
         """One entry per photo, in order; the status is an error only if every photo failed."""
         deadline = time.monotonic() + service.limits.deadline
         service.admit()  # before the body is read: a busy server rejects at once
-        results = await service.run(output, await read_photos(request, service.limits), deadline)
-        entries = [
-            describe(result) if isinstance(result, Tensor) else _describe_failure(service, result) for result in results
-        ]
+        photos = await read_photos(request, service.limits)
+        entries: list[dict[str, Any]] = []
+        for result in await service.run(output, photos, deadline):
+            is_answered = isinstance(result, Tensor)
+            entries.append(describe(result) if is_answered else _describe_failure(service, result))
+            service.metrics.images.labels(service.name, "answered" if is_answered else "failed").inc()
         statuses = [entry.get("status", 200) for entry in entries]
-        for status in statuses:
-            service.metrics.images.labels(service.name, "answered" if status == 200 else "failed").inc()
         status = 200 if 200 in statuses else statuses[0]
-        return JSONResponse({"model": service.name, "results": entries}, status, _retry_header(status))
+        return JSONResponse({"model": service.name, "results": entries}, status, RETRY.get(status))
 
     def name_classes(self, service: Service, logits: Tensor, k: int) -> dict[str, Any]:
         """The k most probable classes for logits [K], and how often similar predictions were right."""
-        names, explainer = service.predictor.class_names, self.explainers.get(service.name)
-        values, classes = (best.tolist() for best in logits.softmax(-1).topk(min(k, len(logits))))
-        pairs = zip(values, classes, strict=True)
-        entry: dict[str, Any] = {
-            "predictions": [{"label": names[index], "probability": value, "class": index} for value, index in pairs]
-        }
-        if explainer and (confidence := explainer.describe_confidence(values[0])):
-            entry["confidence"] = confidence
-        return entry
+        names, best = service.predictor.class_names, logits.softmax(-1).topk(min(k, len(logits)))
+        predictions = [
+            {"label": names[index], "probability": value, "class": index}
+            for value, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+        confidence = service.explainer.describe_confidence(predictions[0]["probability"])
+        return {"predictions": predictions} | ({"confidence": confidence} if confidence else {})
 
     async def explain(self, request: Request) -> Response:
         service = self.find_service(request)
-        explainer = self.explainers.get(service.name)
-        if explainer is None:
-            raise HTTPException(404, "explanations are turned off on this server")
-        if self.explaining >= MAX_EXPLAINED:
-            raise OverloadError(2.0)
-        label = _parse_number(request, "class", -1, 0, service.predictor.classes - 1)  # -1: the predicted class
+        if self.explaining >= MAX_EXPLAINING:
+            raise OverloadError
+        label = _parse_number(request, "class", 0, service.predictor.classes - 1)  # None: the predicted class
+        deadline = time.monotonic() + service.limits.deadline
         self.explaining += 1
         try:
-            photo, *rest = await read_photos(request, service.limits)
-            if rest:
+            photos = await read_photos(request, service.limits)
+            if len(photos) > 1:
                 raise HTTPException(400, "send one image to /explain")
-            image = await service.decode(photo, time.monotonic() + service.limits.deadline)
-            loop, label = asyncio.get_running_loop(), None if label < 0 else label
-            explanation = await loop.run_in_executor(self.explainer_thread, explainer.explain, image, label)
+            image = await service.decode(photos[0], deadline)
+            loop = asyncio.get_running_loop()
+            job = loop.run_in_executor(self.explainer_thread, service.explainer.explain, image, label)
+            explanation = await asyncio.wait_for(job, deadline - time.monotonic())
+        except TimeoutError as error:
+            raise DeadlineError from error
         finally:
             self.explaining -= 1
         return JSONResponse({"model": service.name, **explanation})
 
     async def list_models(self, _: Request) -> Response:
-        models = [(name, service.predictor) for name, service in self.services.items()]
-        rows = [{"name": name, "classes": model.classes, "image_size": list(model.size)} for name, model in models]
+        rows = [{"name": name, "classes": service.predictor.classes} for name, service in self.services.items()]
         return JSONResponse({"models": rows})
 
     async def get_health(self, _: Request) -> Response:
@@ -221,11 +212,15 @@ def _make_file_handler(path: Path) -> Handler:
     return send_file
 
 
-def _parse_number(request: Request, name: str, default: int, first: int, last: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if name in request.query_params and not (text.isdecimal() and first <= int(text[:9]) <= last):
+def _parse_number(request: Request, name: str, first: int, last: int) -> int | None:
+    """The number in the query; None if it is not given."""
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    is_number = text.isdecimal() and len(text) < 10
+    if not (is_number and first <= int(text) <= last):
         raise HTTPException(400, f"{name} must be a number from {first} to {last}")
-    return int(text[:9])
+    return int(text)
 
 
 def _describe_failure(service: Service, error: BaseException) -> dict[str, Any]:
@@ -236,14 +231,13 @@ def _describe_failure(service: Service, error: BaseException) -> dict[str, Any]:
 
 
 def _find_status(error: BaseException) -> int:
-    return next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+    for kind, status in STATUS:
+        if isinstance(error, kind):
+            return status
+    return 500
 
 
 def _describe(error: BaseException) -> str:
     """The message that a client may see; unknown errors are only logged."""
     is_known = isinstance(error, tuple(kind for kind, _ in STATUS))
     return str(error).splitlines()[0] if is_known and str(error) else "the server could not process this"
-
-
-def _retry_header(status: int, error: BaseException | None = None) -> dict[str, str] | None:
-    return {"retry-after": str(round(getattr(error, "seconds", 1.0)))} if status in (429, 503) else None

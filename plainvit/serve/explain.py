@@ -1,4 +1,4 @@
-"""What the page shows besides predictions: maps of attention, calibrated confidence, nearest training photos.
+"""What the page shows besides predictions: maps of attention and calibrated confidence.
 
     explainer = Explainer(Predictor("runs/photos"))
     explainer.explain(image)                  # a dict for JSON
@@ -16,39 +16,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
 from plainvit.analyse.attention import attention_maps, relevance, require_global_attention, rollout
-from plainvit.data.decode import ImageError
-from plainvit.data.sources import Source, open_source
 from plainvit.disk import run_folder
-from plainvit.evaluate.features import Features, default_cache, extract
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 
 SIMILAR = 200  # evaluated photos of similar confidence, at most a fifth of all
 MIN_EVALUATED = 50  # photos, for a statement about confidence
-NEIGHBORS, THUMBNAIL = 6, 128  # photos, and their height and width in pixels
 
 
 class Explainer:
     """Explains single images of one model."""
 
-    def __init__(self, predictor: Predictor, neighbors: str = "", data_root: str | Path | None = None) -> None:
+    def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
         self.calibration = read_calibration(predictor.source)
-        self.source: Source | None = None
-        self.known: Features | None = None
-        if neighbors:
-            self.source = open_source(neighbors, "train", data_root=data_root)
-            self.known = extract(predictor, self.source, cache=default_cache())
-            self.known.features = F.normalize(self.known.features, dim=-1)
 
     def explain(self, image: Tensor, label: int | None = None) -> dict[str, Any]:
-        """Maps and neighbors of one image, uint8 [3, H, W]; `label` is the class of the gradient-weighted map."""
-        explanation: dict[str, Any] = {"image": encode_image(image, "PNG"), "neighbors": self.find_neighbors(image)}
+        """Maps of one image, uint8 [3, H, W]; `label` is the class of the gradient-weighted map."""
+        explanation: dict[str, Any] = {"image": encode_image(image)}
         model, batch = self.predictor.model, image[None].to(self.predictor.device)
         try:
             require_global_attention(model)
@@ -78,30 +67,11 @@ class Explainer:
         correct = int(right[near][nearest].sum())
         return {"right": correct, "of": count, "interval": wilson(correct, count)}
 
-    def find_neighbors(self, image: Tensor) -> list[dict[str, Any]]:
-        """The training photos with the most similar features (cosine)."""
-        if self.source is None or self.known is None:
-            return []
-        query = F.normalize(self.predictor.features(image[None]).cpu(), dim=-1)[0]
-        best = (self.known.features @ query).topk(min(NEIGHBORS, len(self.known.features)))
-        neighbors = []
-        for similarity, row in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            try:
-                pixels = self.predictor.load_image(self.source.read(int(self.known.index[row])))
-            except (ImageError, OSError):  # the file has changed since
-                continue
-            label = int(self.known.labels[row])
-            name = self.source.classes[label] if 0 <= label < len(self.source.classes) else ""
-            neighbors.append(
-                {"image": encode_image(pixels, "JPEG", THUMBNAIL), "label": name, "similarity": similarity}
-            )
-        return neighbors
-
 
 def read_calibration(source: str | Path) -> tuple[np.ndarray, np.ndarray] | None:
     """(probability, whether it was right) of the photos that `plainvit evaluate` scored, sorted; None without them."""
-    path = run_folder(source) / "images.parquet" if source else None
-    if path is None or not path.is_file():
+    path = run_folder(source) / "images.parquet"
+    if not source or not path.is_file():
         return None
     try:
         with path.open("rb") as file:
@@ -118,11 +88,8 @@ def pack_maps(maps: Tensor) -> str:
     return base64.b64encode(scaled.cpu().numpy().tobytes()).decode()
 
 
-def encode_image(image: Tensor, form: str, side: int | None = None) -> str:
+def encode_image(image: Tensor) -> str:
     """uint8 [3, H, W] as a data URL."""
-    resized = Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
-    if side:
-        resized.thumbnail((side, side))
     file = io.BytesIO()
-    resized.save(file, form)
-    return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+    Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

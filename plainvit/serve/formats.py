@@ -5,9 +5,9 @@
     graph = open_graph(Path("model.onnx"))
     graph.logits(images)                      # the methods that the batcher calls on a Predictor
 
-A graph takes images [B, 3, H, W], uint8 or floats in [0, 1], for any B; the normalization is inside. Its outputs are
-`logits` [B, K], where the model has a head, and `features` [B, D]. Class names and preprocessing are in the metadata.
-pt2 and aoti files are loaded by PyTorch's own code, which trusts them: open only those that you wrote.
+A graph takes uint8 images [B, 3, H, W] for any B; the normalization is inside. Its outputs are `logits` [B, K], where
+the model has a head, and `features` [B, D]. Class names and preprocessing are in the metadata.
+pt2 files are loaded by PyTorch's own code, which trusts them: open only those that you wrote.
 """
 
 import contextlib
@@ -34,10 +34,15 @@ from plainvit.models.resnet import StdConv
 from plainvit.models.vit import attention_weights
 from plainvit.serve import require
 
-Format = Literal["onnx", "openvino", "pt2", "aoti"]
-SUFFIXES: dict[str, str] = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "aoti": ".aoti.pt2"}
+Format = Literal["onnx", "openvino", "pt2"]
+SUFFIXES: dict[str, str] = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
+MODULES: dict[str, tuple[str, ...]] = {  # that write and run a format
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "openvino": ("onnx", "onnxscript", "openvino"),
+    "pt2": (),
+}
 OPSET = 20  # the first with Gelu
-ONNX_LIMIT = 2 * 10**9  # bytes of weights in one protobuf file
+MAX_PROTOBUF_BYTES = 2 * 10**9  # of the weights in one ONNX file
 KEY = "plainvit"  # of our metadata
 
 
@@ -54,16 +59,19 @@ class ExportModule(nn.Module):
             return (features,) if self.model.head is None else (self.model.head(features), features)
         tokens = self.model.encode(images)  # [B, N, D]
         features = self.model.represent(tokens)  # [B, D]
-        logits = self.model.classify(tokens)  # [B, K]; in eval mode one tensor
-        return (features,) if self.model.head is None else (logits, features)  # pyright: ignore[reportReturnType]
+        if self.model.head is None:
+            return (features,)
+        logits = self.model.classify(tokens)  # [B, K]
+        assert isinstance(logits, Tensor)  # in training mode, a model with a distillation token returns two
+        return logits, features
 
 
-def describe(predictor: Predictor, uint8: bool = True) -> dict[str, Any]:
+def describe(predictor: Predictor) -> dict[str, Any]:
     """The metadata of an export: all that a program needs to turn a photo into a named class."""
     return {
         "plainvit": __version__,
         "weights": predictor.weights_hash,
-        "input": "uint8" if uint8 else "floats in [0, 1]",
+        "input": "uint8",
         "image_size": list(predictor.size),
         "preprocess": to_json(predictor.preprocess),
         "class_names": list(predictor.class_names),
@@ -71,15 +79,15 @@ def describe(predictor: Predictor, uint8: bool = True) -> dict[str, Any]:
     }
 
 
-def trace_program(model: nn.Module, uint8: bool = True) -> ExportedProgram:
+def trace_program(model: nn.Module) -> ExportedProgram:
     """torch.export of the model in fp32 on the CPU, for any batch size."""
     if not isinstance(model, ViT | ResNet):
         raise ValueError(f"{type(model).__name__} models cannot be exported: only the models of plainvit can")
     module = ExportModule(copy.deepcopy(model).cpu().float()).eval()
     _fold_standardization(module)
-    size, dtype = (2, model.config.channels, *model.config.image_size), torch.uint8 if uint8 else torch.float32
+    images = torch.zeros((2, model.config.channels, *model.config.image_size), dtype=torch.uint8)
     with torch.no_grad(), _explicit_formulas(model):
-        return torch.export.export(module, (torch.zeros(size, dtype=dtype),), dynamic_shapes=({0: Dim("batch")},))
+        return torch.export.export(module, (images,), dynamic_shapes=({0: Dim("batch")},))
 
 
 def _fold_standardization(module: nn.Module) -> None:
@@ -121,32 +129,25 @@ def write_graph(program: ExportedProgram, path: Path, kind: Format, about: dict[
             write_onnx(program, path, about)
         elif kind == "openvino":
             _write_openvino(program, path, about)
-        elif kind == "pt2":
+        else:
             torch.export.save(program, path, extra_files={KEY: json.dumps(about)})
-        else:  # compiled by Inductor for the CPU of this machine
-            configs = {"aot_inductor.metadata": {KEY: json.dumps(about)}}
-            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
 
-def write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any], *, external_data: bool = False) -> None:
-    """One file, or with `external_data` a graph and a file with its weights, which may be of any size."""
-    require("export", "onnx", "onnxscript")
+def write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
+    """One file; weights that are too large for it go into a second one, NAME.onnx.data."""
     size = sum(weight.nbytes for weight in program.state_dict.values())
-    if size > ONNX_LIMIT and not external_data:
-        raise ValueError(f"--format onnx holds at most 2 GB of weights, this model has {size / 1e9:.1f}: use openvino")
     names = {"input_names": ["images"], "output_names": about["outputs"]}
     graph = torch.onnx.export(program, (), dynamo=True, opset_version=OPSET, verbose=False, **names)
     assert graph is not None
     graph.model.metadata_props[KEY] = json.dumps(about)
-    graph.save(str(path), external_data=external_data)
+    graph.save(str(path), external_data=size > MAX_PROTOBUF_BYTES)
 
 
 def _write_openvino(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
     """Through ONNX; path.xml has the graph and path.bin the weights."""
-    require("export", "openvino")
     with TemporaryDirectory(dir=path.parent) as folder:
         file = Path(folder) / "model.onnx"
-        write_onnx(program, file, about, external_data=True)
+        write_onnx(program, file, about)
         convert_to_openvino(file, path, about)
 
 
@@ -166,17 +167,12 @@ class Graph:
 
     def __init__(self, run: Callable[[np.ndarray, str], np.ndarray], about: dict[str, Any]) -> None:
         self.run, self.about = run, about
-        self.dtype = np.uint8 if about["input"] == "uint8" else np.float32
 
     def logits(self, images: Tensor) -> Tensor:  # uint8 [B, 3, H, W] -> [B, K]
-        return self._compute(images, "logits")
+        return torch.from_numpy(self.run(images.numpy(), "logits"))
 
     def features(self, images: Tensor) -> Tensor:  # uint8 [B, 3, H, W] -> [B, D]
-        return self._compute(images, "features")
-
-    def _compute(self, images: Tensor, output: str) -> Tensor:
-        pixels = images.numpy() if self.dtype is np.uint8 else images.numpy().astype(np.float32) / 255
-        return torch.from_numpy(self.run(pixels, output))
+        return torch.from_numpy(self.run(images.numpy(), "features"))
 
 
 def open_graph(path: Path, precision: str = "fp32") -> Graph:
@@ -185,9 +181,7 @@ def open_graph(path: Path, precision: str = "fp32") -> Graph:
         return _open_openvino(path, precision)
     if path.suffix == SUFFIXES["onnx"]:
         return _open_onnx(path)
-    if path.suffix == SUFFIXES["pt2"]:
-        return _open_torch(path)
-    raise ValueError(f"{path} is not an export: its name must end in {', '.join(SUFFIXES.values())}")
+    return _open_torch(path)
 
 
 def _open_onnx(path: Path) -> Graph:
@@ -206,20 +200,16 @@ def _open_openvino(path: Path, precision: str) -> Graph:
     import openvino
 
     graph = openvino.Core().read_model(path)
-    settings = {"INFERENCE_PRECISION_HINT": {"fp32": "f32"}.get(precision, precision), "PERFORMANCE_HINT": "LATENCY"}
+    hint = "f32" if precision == "fp32" else precision
+    settings = {"INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY"}
     compiled = openvino.compile_model(graph, "CPU", settings)
     return Graph(lambda images, output: compiled([images])[output].copy(), json.loads(graph.get_rt_info(KEY).value))
 
 
 def _open_torch(path: Path) -> Graph:
-    if path.name.endswith(SUFFIXES["aoti"]):
-        module = torch._inductor.aoti_load_package(str(path))
-        text = module.get_metadata()[KEY]
-    else:
-        metadata = {KEY: ""}  # load fills it
-        module = torch.export.load(path, extra_files=metadata).module()
-        text = metadata[KEY]
-    about = json.loads(text)
+    metadata = {KEY: ""}  # load fills it
+    module = torch.export.load(path, extra_files=metadata).module()
+    about = json.loads(metadata[KEY])
 
     @torch.inference_mode()
     def run(images: np.ndarray, output: str) -> np.ndarray:

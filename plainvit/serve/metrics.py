@@ -2,8 +2,6 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-IMAGES = (1, 2, 4, 8, 16, 32, 64)
-
 
 class Metrics:
     """The metrics of one server."""
@@ -17,9 +15,8 @@ class Metrics:
         )
         self.request_seconds = Histogram("plainvit_request_seconds", "Time to answer", ["path"], registry=registry)
         self.batch_seconds = Histogram("plainvit_batch_seconds", "Time of a forward pass", ["model"], registry=registry)
-        self.batch_images = Histogram(
-            "plainvit_batch_images", "Images in a forward pass", ["model"], registry=registry, buckets=IMAGES
-        )
+        options = {"registry": registry, "buckets": (1, 2, 4, 8, 16, 32, 64)}
+        self.batch_images = Histogram("plainvit_batch_images", "Images in a forward pass", ["model"], **options)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -91,6 +91,6 @@ def build(arguments: Mapping[str, str]) -> Any:
         health_check_period_s=2,
     )
     bound = replicas.bind(models, arguments.get("backend", "auto"), arguments.get("device", "auto"))
-    requests = 4 * limits.max_queue
-    gateway = serve.deployment(Gateway).options(max_ongoing_requests=requests, ray_actor_options={"num_cpus": 0})
+    options = {"max_ongoing_requests": 4 * limits.max_queue, "ray_actor_options": {"num_cpus": 0}}
+    gateway = serve.deployment(Gateway).options(**options)
     return gateway.bind(bound)

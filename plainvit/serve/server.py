@@ -7,7 +7,6 @@ this machine can connect.
 import contextlib
 import gc
 import ipaddress
-import logging
 import os
 import resource
 import socket
@@ -22,8 +21,7 @@ import uvicorn
 
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
-from plainvit.serve.backends import Name, Precision, choose_backend
-from plainvit.serve.explain import Explainer
+from plainvit.serve.backends import choose_backend
 from plainvit.serve.metrics import Metrics
 from plainvit.serve.requests import Limits
 from plainvit.serve.service import Service, lower_priority
@@ -31,7 +29,6 @@ from plainvit.serve.service import Service, lower_priority
 TOKEN = "PLAINVIT_TOKEN"  # environment variable: command lines are visible to other users
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 GRACE = 30  # seconds for accepted requests after a signal
-log = logging.getLogger("plainvit")
 
 
 def split_name(word: str) -> tuple[str, str]:
@@ -46,44 +43,40 @@ def load_app(
     models: Sequence[str],
     limits: Limits,
     *,
-    backend: Name = "auto",
-    precision: Precision = "auto",
+    backend: str = "auto",
+    precision: str = "auto",
     device: str = "auto",
-    neighbors: str = "",
-    data_root: Path | None = None,
-    no_explain: bool = False,
     token: str = "",
     hosts: Sequence[str] = (),
 ) -> Application:
     """Loads the models, each MODEL or NAME=MODEL, and makes the application; `plainvit serve --help` has the rest."""
-    metrics, services, explainers = Metrics(), [], {}
+    metrics, services = Metrics(), []
     names = [split_name(word) for word in models]
     if len({name for name, _ in names}) < len(names):
         raise ValueError("two models have the same name: use NAME=MODEL")
     for name, model in names:
-        exact = precision == "fp32"  # else bf16 on a GPU; on a CPU the backends decide
-        predictor = Predictor(model, device=device, precision="fp32" if exact else "auto")
+        # auto: bf16 on a GPU; on a CPU the backends decide
+        predictor = Predictor(model, device=device, precision="fp32" if precision == "fp32" else "auto")
         chosen, compute, speeds = choose_backend(predictor, backend, precision)
         measured = ", ".join(f"{kind} {speed:.0f}" for kind, speed in speeds.items())
-        print(f"{name}: backend {chosen}{f' (images/s: {measured})' if measured else ''}", flush=True)
+        print(f"{name}: backend {chosen}" + (f" (images/s: {measured})" if measured else ""), flush=True)
         services.append(Service(name, predictor, limits, compute, metrics))
-        if not no_explain:
-            explainers[name] = Explainer(predictor, neighbors, data_root)
     gc.collect()
     gc.freeze()  # a full collection would look at all objects of the libraries: a pause of 150 ms
-    return Application(services, explainers, token=token, hosts=hosts)
+    return Application(services, token=token, hosts=hosts)
 
 
 def check_access(host: str, no_auth: bool) -> tuple[str, Sequence[str]]:
     """(token, accepted Host headers) for --host; a host that other machines reach needs a token or --no-auth."""
-    token = os.environ.get(TOKEN, "")
+    token = os.environ.get(TOKEN, "").strip()  # files of secrets end with a newline
     try:
         is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError as error:
         raise ValueError(f"--host must be an IP address or localhost, got {host!r}") from error
     if not is_local and not token and not no_auth:
         raise ValueError(f"--host {host} lets other machines connect: set {TOKEN} to a secret, or give --no-auth")
-    return ("" if no_auth else token), ((*LOOPBACK, host) if is_local else ())
+    hosts = (*LOOPBACK, host) if is_local else ()
+    return "" if no_auth else token, hosts
 
 
 def bind_port(host: str, port: int) -> socket.socket:
@@ -110,9 +103,8 @@ class DeadlineServer(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
-        for server in self.servers:
-            host, port, *_ = server.sockets[0].getsockname()
-            print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        host, port, *_ = self.servers[0].sockets[0].getsockname()
+        print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # once a second

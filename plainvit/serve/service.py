@@ -3,8 +3,7 @@
     service = Service("photos", Predictor("runs/photos"), Limits())
     await service.run("logits", [photo], time.monotonic() + 10)
 
-Every limit is checked before memory is allocated for what it limits; `admit` raises OverloadError when the queue is
-full. A photo that cannot be decoded, or that the model
+Every limit is checked before memory is allocated for what it limits. A photo that cannot be decoded, or that the model
 fails on, is an exception in its place; the others of the request are answered.
 """
 
@@ -21,7 +20,8 @@ from torch import Tensor
 from plainvit.data.decode import ImageError
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.backends import Backend
-from plainvit.serve.batcher import Batcher, DeadlineError
+from plainvit.serve.batcher import Batcher, DeadlineError, Result
+from plainvit.serve.explain import Explainer
 from plainvit.serve.metrics import Metrics
 from plainvit.serve.requests import Limits, check_photo
 
@@ -35,11 +35,10 @@ def lower_priority() -> None:
 
 
 class OverloadError(Exception):
-    """The queue is full: the client should retry after `seconds`."""
+    """The queue is full: the client should try again."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__("the server is busy: too many images are waiting")
-        self.seconds = seconds
 
 
 class Service:
@@ -54,14 +53,16 @@ class Service:
         metrics: Metrics | None = None,
     ) -> None:
         self.name, self.predictor, self.limits = name, predictor, limits
+        self.explainer = Explainer(predictor)
         self.metrics = metrics or Metrics()
         self.waiting = 0  # images that were admitted and not answered yet
         self.metrics.waiting.labels(name).set_function(lambda: self.waiting)
         self.rate = 0.0  # images per second of recent batches; 0 before the first
-        model_thread, compute = ThreadPoolExecutor(1, "model", lower_priority), backend or predictor
+        compute = backend or predictor
+        options = limits.max_batch, ThreadPoolExecutor(1, "model", lower_priority), self._observe
         self.batchers = {
-            output: Batcher(getattr(compute, output), limits.max_batch, model_thread, self._observe)
-            for output in ("logits", "features")
+            "logits": Batcher(compute.logits, *options),
+            "features": Batcher(compute.features, *options),
         }
         threads = os.cpu_count() or 1
         self.slots = asyncio.Semaphore(threads)
@@ -76,15 +77,17 @@ class Service:
 
     def capacity(self) -> int:
         """Images that may wait: as many as the model computes in half of the deadline, as its speed may vary."""
-        in_time = int(0.5 * self.limits.deadline * self.rate) if self.rate else self.limits.max_queue
+        if not self.rate:
+            return self.limits.max_queue
+        in_time = int(0.5 * self.limits.deadline * self.rate)
         return min(self.limits.max_queue, max(in_time, self.limits.max_batch))
 
     def admit(self, images: int = 1) -> None:
         """Raises OverloadError if there is no room for so many more images. An idle server accepts any request."""
         if self.waiting and self.waiting + images > self.capacity():
-            raise OverloadError(max(self.waiting / self.rate if self.rate else 1.0, 1.0))
+            raise OverloadError
 
-    async def run(self, output: str, photos: Sequence[bytes], deadline: float) -> list[Tensor | BaseException]:
+    async def run(self, output: str, photos: Sequence[bytes], deadline: float) -> list[Result]:
         """The rows of `logits` or `features` of encoded photos, or the exception of each that failed."""
         self.admit(len(photos))
         self.waiting += len(photos)
@@ -100,7 +103,7 @@ class Service:
         """uint8 [3, H, W]. The time in the queue does not count as decoding."""
         async with self.slots:
             if time.monotonic() > deadline:
-                raise DeadlineError("the request waited longer than its deadline")
+                raise DeadlineError
             loop, limit = asyncio.get_running_loop(), self.limits.decode_seconds
             try:
                 return await asyncio.wait_for(loop.run_in_executor(self.decoders, self._decode, photo), limit)

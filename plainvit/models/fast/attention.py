@@ -140,7 +140,7 @@ def run_forward(qkv: Tensor, heads: int, launch: Launch) -> tuple[Tensor, Tensor
     out, lse = qkv.new_empty(B, N, D), qkv.new_empty(B, heads, N, dtype=torch.float32)
     if B == 0:
         return out, lse
-    programs = -(-N // launch.rows)
+    programs = math.ceil(N / launch.rows)
     with torch.cuda.device_of(qkv):
         _kernels().attention_forward[(B * heads * programs,)](
             qkv, out, lse, qkv.stride(0), qkv.stride(1), LOG2E * d**-0.5, heads,
@@ -179,7 +179,7 @@ def run_queries(
 ) -> Tensor:
     """Writes the first third of dqkv, and delta. Sums of that third and of grad: fp32 [programs, 2D]."""
     arguments, sizes = _backward_arguments(grad, qkv, heads)
-    programs = -(-qkv.shape[1] // launch.rows)
+    programs = math.ceil(qkv.shape[1] / launch.rows)
     sums = lse.new_empty(qkv.shape[0] * programs, qkv.shape[2] // 3 * 2)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_queries[(qkv.shape[0] * heads * programs,)](
@@ -192,7 +192,8 @@ def run_queries(
 def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch) -> None:
     """Writes the other two thirds of dqkv; after run_queries, whose delta it reads."""
     arguments, sizes = _backward_arguments(grad, qkv, heads)
-    N, programs = qkv.shape[1], -(-qkv.shape[1] // launch.keys)
+    N = qkv.shape[1]
+    programs = math.ceil(N / launch.keys)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_keys[(qkv.shape[0] * heads * programs,)](
             qkv, lse, grad, delta, dqkv, *arguments, **sizes,

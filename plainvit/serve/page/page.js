@@ -27,7 +27,10 @@ async function request(path, options = {}) {
   } catch {
     throw new Error("The server cannot be reached.");
   }
-  if (response.status === 401) $("token-form").hidden = false;
+  if (response.status === 401) {
+    $("token-form").hidden = false;
+    throw new Error(token ? "The token is wrong." : "Enter the token of this server.");
+  }
   const body = await response.json().catch(() => ({}));
   if (!response.ok) throw new Error(body.error || body.results?.[0]?.error || `The server answered ${response.status}.`);
   return body;
@@ -43,8 +46,9 @@ async function loadModels() {
   try {
     state.models = (await request("/models")).models;
   } catch (error) {
-    return say(error.message);
+    return showProblem(error.message);
   }
+  showProblem("");
   $("model").replaceChildren(...state.models.map((model) => new Option(model.name, model.name)));
   $("model").hidden = state.models.length < 2;
   $("model-name").textContent = state.models.length < 2 ? state.models[0].name : "";
@@ -70,7 +74,7 @@ function addPhotos(files) {
   }
   document.body.classList.toggle("has-photos", state.photos.length > 0);
   if (added.length) select(state.photos[state.photos.length - added.length]);
-  else say("No image was given.");
+  showProblem(added.length ? "" : "No image was given.");
 }
 
 async function classify(photo) {
@@ -112,11 +116,15 @@ function show() {
   $("error").textContent = photo.error ? `${photo.name}: ${photo.error}` : "";
   const found = photo.result?.predictions || [];
   $("predictions").replaceChildren(...found.map((one, place) => predictionRow(photo, one, place)));
-  $("time").textContent = photo.result ? `Answered in ${Math.round(photo.milliseconds)} ms.` : photo.error ? "" : "Computing the prediction …";
+  $("time").textContent = describeTime(photo);
   $("confidence").textContent = confidence(photo.result?.confidence);
   if (found.length) say(`${photo.name}: ${found[0].label}, ${percent(found[0].probability)}`);
-  else if (photo.error) say($("error").textContent);
   explain(photo);
+}
+
+function describeTime(photo) {
+  if (photo.error) return "";
+  return photo.result ? `Answered in ${Math.round(photo.milliseconds)} ms.` : "Computing the prediction …";
 }
 
 function predictionRow(photo, one, place) {
@@ -154,8 +162,14 @@ function confidence(known) {
   return `Calibrated confidence: ${rate} %. Of the ${known.of} test photos with the most similar probability, ${known.right} were right (95 % interval ${low}–${high} %).`;
 }
 
+/** Tells a screen reader; the page shows the same. */
 function say(words) {
   $("status").textContent = words;
+}
+
+/** Shows a problem that belongs to no photo; "" removes it. */
+function showProblem(words) {
+  $("problem").textContent = words;
 }
 
 // Maps ---------------------------------------------------------------------------------------------------------------
@@ -187,7 +201,6 @@ function draw() {
   const context = canvas.getContext("2d");
   context.clearRect(0, 0, canvas.width, canvas.height);
   $("controls").hidden = !found?.grid;
-  showNeighbors(found?.neighbors || []);
   if (!found) {
     drawPreview(photo, canvas, context);
     $("map-words").textContent = photo.error ? "" : "Computing the maps …";
@@ -268,29 +281,15 @@ function color(value) {
   return [mixed[0], mixed[1], mixed[2], 255 * mixed[3]];
 }
 
-function showNeighbors(found) {
-  $("neighbors-box").hidden = !found.length;
-  $("neighbors").replaceChildren(...found.map((one) => {
-    const [item, image, name, value] = ["li", "img", "bdi", "span"].map((tag) => document.createElement(tag));
-    image.src = one.image;
-    image.alt = "";
-    name.textContent = one.label;
-    value.textContent = `similarity ${one.similarity.toFixed(2)}`;
-    value.className = "quiet";
-    item.append(image, name, value);
-    return item;
-  }));
-}
-
 // Input --------------------------------------------------------------------------------------------------------------
 
 async function openCamera() {
-  if (!navigator.mediaDevices?.getUserMedia) return say("The camera needs https, or a server on this machine.");
+  if (!navigator.mediaDevices?.getUserMedia) return showProblem("The camera needs https, or a server on this machine.");
   try {
     $("video").srcObject = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment" } });
     $("camera-dialog").showModal();
   } catch {
-    say("The camera is not available.");
+    showProblem("The camera is not available.");
   }
 }
 
@@ -326,5 +325,6 @@ $("token-form").addEventListener("submit", (event) => {
   sessionStorage.setItem("token", $("token").value);
   $("token-form").hidden = true;
   state.loading = loadModels();
+  state.photos.filter((photo) => photo.error).forEach(classify);
 });
 state.loading = loadModels();
