@@ -309,13 +309,13 @@ _KINDS: dict[str, type[Checked]] = {
 }
 
 
-FINETUNE_EPOCHS, LEAST_STEPS = 20.0, 200  # defaults with init; in fewer steps a head of zeros learns little
+FINETUNE_EPOCHS, MIN_FINETUNE_STEPS = 20.0, 200  # defaults with init; in fewer steps a head of zeros learns little
 
 
 def count_steps(config: Config, images: int) -> int:
     """Number of steps of a run on this many images: steps, or epochs, or the default for fine-tuning."""
     if config.init and not config.steps and not config.epochs:
-        return max(int(FINETUNE_EPOCHS * images / config.batch), LEAST_STEPS)
+        return max(int(FINETUNE_EPOCHS * images / config.batch), MIN_FINETUNE_STEPS)
     return config.steps or int(config.epochs * images / config.batch)
 
 
@@ -337,15 +337,12 @@ def _parse(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-RENAMED = {"standardise": "standardize"}  # settings of 0.1, whose weights can still be read
-
-
 def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet")) -> Any:
     """The config that `to_json` wrote: a model, unless other kinds are given. Unknown settings are errors."""
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"model kind {kind!r} is unknown; {nearest(str(kind), kinds)}")
-    fields = {RENAMED.get(name, name): _parse(value) for name, value in values.items() if name != "kind"}
+    fields = {name: _parse(value) for name, value in values.items() if name != "kind"}
     known = [field.name for field in dataclasses.fields(_KINDS[kind])]
     for name in fields:
         if name not in known:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plainvit.config import LEAST_STEPS, Config, from_json
+from plainvit.config import MIN_FINETUNE_STEPS, Config, from_json
 from plainvit.data.content_hash import CARD_SAMPLE, content_numbers, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
@@ -138,8 +138,8 @@ def find_data_problems(config: Config, splits: Splits) -> Iterator[tuple[str, st
         yield f"{subject} no training image ({names})", "add images or remove the class folder"
     if config.batch > images:
         yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
-    if config.init and 0 < config.steps < LEAST_STEPS:
-        yield f"a fine-tuning of {config.steps} steps is short", f"--steps {LEAST_STEPS} or more"
+    if config.init and 0 < config.steps < MIN_FINETUNE_STEPS:
+        yield f"a fine-tuning of {config.steps} steps is short", f"--steps {MIN_FINETUNE_STEPS} or more"
     if not config.init and images < 5000 and config.recipe != "small" and config.data.partition(":")[0] != "digits":
         gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
         weights = "vit_b16_augreg_i21k_224" if gpu else "vit_s16_augreg_i21k_i1k_224"  # as large as trains in minutes
