@@ -338,15 +338,12 @@ def _parse(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-RENAMED = {"standardise": "standardize"}  # settings of 0.1, whose weights can still be read
-
-
 def from_json(values: Mapping[str, Any], kinds: Iterable[str] = ("vit", "resnet")) -> Any:
     """The config that `to_json` wrote: a model, unless other kinds are given. Unknown settings are errors."""
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"model kind {kind!r} is unknown; {nearest(str(kind), kinds)}")
-    fields = {RENAMED.get(name, name): _parse(value) for name, value in values.items() if name != "kind"}
+    fields = {name: _parse(value) for name, value in values.items() if name != "kind"}
     known = [field.name for field in dataclasses.fields(_KINDS[kind])]
     for name in fields:
         if name not in known:

@@ -5,6 +5,7 @@ at its own and at other resolutions. Pixels are normalized outside plainvit, by 
 """
 
 import itertools
+import json
 import re
 from collections.abc import Callable
 from functools import partial

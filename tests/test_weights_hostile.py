@@ -651,20 +651,22 @@ def test_invalid_index_is_an_error(tmp_path: Path, index: str) -> None:
     expect_error(folder, **HINTS)
 
 
-def shards(folder: Path) -> list[Path]:
+def shards(folder: Path, suffix: str) -> list[Path]:
     """A sound model in two shards with an index."""
     names = sorted(valid_weights("timm"))
-    halves = {f"model-0000{number}-of-00002.safetensors": names[number - 1 :: 2] for number in (1, 2)}
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    halves = {f"{stem}-0000{number}-of-00002.{suffix}": names[number - 1 :: 2] for number in (1, 2)}
     for file, part in halves.items():
         write({name: valid_weights("timm")[name] for name in part}, folder / file)
     index = {name: file for file, part in halves.items() for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
     return [folder / file for file in halves]
 
 
-def test_damaged_shard_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_damaged_shard_is_an_error(tmp_path: Path, suffix: str) -> None:
     """Each shard cut short anywhere, empty, without its weights, with code, or missing."""
-    paths, marker = shards(tmp_path), tmp_path / "marker"
+    paths, marker = shards(tmp_path, suffix), tmp_path / "marker"
     loaded = load_or_error(tmp_path, **HINTS)
     assert torch.equal(loaded.norm.bias, valid_weights("timm")["norm.bias"])
     path, data = paths[1], paths[1].read_bytes()
@@ -672,7 +674,7 @@ def test_damaged_shard_is_an_error(tmp_path: Path) -> None:
         path.write_bytes(data[:length])
         expect_error(tmp_path, **HINTS)
     write({"other": torch.ones(2)}, path)
-    expect_error(tmp_path, **HINTS)
+    assert "download them again" in expect_error(tmp_path, **HINTS)
     torch.save({"norm.bias": Payload(marker)}, path)
     expect_error(tmp_path, **HINTS)
     path.unlink()

@@ -183,7 +183,8 @@ class ViT(nn.Module):
         super().__init__()
         device.choose_attention_backend()
         self.config, self.about = config, About()
-        D, layers = config.width, 2 * config.depth if config.axial else config.depth
+        D = config.width
+        layers = 2 * config.depth if config.axial else config.depth
         self.normalize = Normalize(config.mean, config.std)
         self.stem = Body(config.stem) if config.stem else None
         in_channels = config.stem.width if config.stem else config.channels
@@ -273,8 +274,10 @@ class ViT(nn.Module):
             x = torch.cat((x[:, 0], x[:, self.config.prefix :].mean(1)), -1)  # [B, 2D]
         elif self.pool is not None:
             x = self.pool(x[:, self.config.prefix :])
-        else:  # the class token; with DeiT's second token, the mean of both
-            x = (x[:, 0] + x[:, 1]) / 2 if self.config.distillation else x[:, 0]
+        elif self.config.distillation:  # the mean of the class token and DeiT's second token
+            x = (x[:, 0] + x[:, 1]) / 2
+        else:
+            x = x[:, 0]
         x = note(trace, "pooled", self.norm(x) if self.config.norm_pooled else x)  # [B, D]
         x = x if self.pre_logits is None else torch.tanh(self.pre_logits(x))
         return x if self.projection is None else self.projection(x)

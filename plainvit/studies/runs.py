@@ -47,7 +47,7 @@ def run_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-HASHED_NAMES = {"standardize": "standardise"}  # so that a renamed setting does not change the names of runs
+HASHED_NAMES = {"standardize": "standardise"}  # its name in 0.1: published verdicts name runs by hashes with it
 
 
 def list_changes(config: Checked) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from plainvit.disk import read_json
 from plainvit.errors import first_line
 
-SHARD_INDEX = "model.safetensors.index.json"
+SAFE_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # of shards
 SAFE_NAMES = ("model.safetensors", "open_clip_model.safetensors")
 TORCH_NAMES = ("pytorch_model.bin", "open_clip_pytorch_model.bin", "model.pth")
 # Keys under which training scripts save a state dict; averaged weights first, since these are evaluated
@@ -209,24 +209,15 @@ class NpzFile(Tensors):
         return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)))
 
 
-class TorchFile(Tensors):
-    """A PyTorch file with a state dict, possibly nested in a training checkpoint."""
+class TorchFiles(Tensors):
+    """One PyTorch file with a state dict, possibly nested in a training checkpoint, or the shards of one model."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        with _report_damage(path, "PyTorch file"):
-            loaded = _load_torch(path)
-        self.wrapper, state = _unwrap(loaded)
-        self._tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-        if not self._tensors:
-            entries = ", ".join(repr(key) for key in list(state)[:5]) or f"a {type(loaded).__name__}"
-            raise ValueError(f"{path} has no state dict: it holds {entries}")
-        tensors = self._tensors.values()
-        if any(x.layout is not torch.strided or x.device.type != "cpu" or x.is_quantized for x in tensors):
-            raise ValueError(f"{path} has sparse, quantized or meta tensors: save it with dense ones")
-        size = sum(x.numel() * x.element_size() for x in tensors)
-        if size > 2 * path.stat().st_size:
-            raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file has: do not trust it")
+    def __init__(self, paths: list[Path]) -> None:
+        super().__init__(paths[0])
+        self._tensors: dict[str, Tensor] = {}
+        for path in paths:
+            self.wrapper, tensors = _read_state_dict(path)
+            self._tensors |= tensors
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
@@ -259,6 +250,24 @@ class RenamedTensors(Tensors):
 
     def check(self) -> None:
         self._tensors.check()
+
+
+def _read_state_dict(path: Path) -> tuple[str, dict[str, Tensor]]:
+    """(wrapper, dense tensors) of a PyTorch file."""
+    with _report_damage(path, "PyTorch file"):
+        loaded = _load_torch(path)
+    wrapper, state = _unwrap(loaded)
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        entries = ", ".join(repr(key) for key in list(state)[:5]) or f"a {type(loaded).__name__}"
+        raise ValueError(f"{path} has no state dict: it holds {entries}")
+    for tensor in tensors.values():
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            raise ValueError(f"{path} has sparse, quantized or meta tensors: save it with dense ones")
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if size > 2 * path.stat().st_size:
+        raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file has: do not trust it")
+    return wrapper, tensors
 
 
 def _unwrap(loaded: object) -> tuple[str, Mapping[Any, Any]]:
@@ -312,11 +321,11 @@ def open_file(path: Path) -> Tensors:
             names, total = archive.namelist(), sum(member.file_size for member in archive.infolist())
             if total > 2 * path.stat().st_size + UNPACK_MARGIN:
                 raise ValueError(f"it would unpack to {total:,} bytes, far more than its size")
-        return NpzFile(path) if any(name.endswith(".npy") for name in names) else TorchFile(path)
+        return NpzFile(path) if any(name.endswith(".npy") for name in names) else TorchFiles([path])
     if len(start) > 8 and start[8:9] == b"{":
         return SafetensorsFiles([path])
     if start[:1] == b"\x80":  # a pickle: PyTorch's format before 1.6
-        return TorchFile(path)
+        return TorchFiles([path])
     if not start:
         raise ValueError(f"{path} is empty")
     raise ValueError(f"{path} is neither safetensors nor .npz nor a PyTorch file: it starts with {start[:12]!r}")
@@ -327,8 +336,8 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
 
     A folder with both is read from the file, as transformers does: it leaves the index of older shards behind.
     """
-    if (folder / SHARD_INDEX).is_file() and not (folder / "model.safetensors").is_file():
-        return _open_shards(folder)
+    if (folder / SAFE_INDEX).is_file() and not (folder / "model.safetensors").is_file():
+        return _open_shards(folder / SAFE_INDEX)
     known = [folder / name for name in (SAFE_NAMES if safe_only else SAFE_NAMES + TORCH_NAMES)]
     candidates = [path for path in known if path.is_file()][:1]
     candidates = candidates or [path for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
@@ -339,6 +348,8 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
         )
     if candidates:
         return open_file(candidates[0])
+    if (folder / TORCH_INDEX).is_file() and not safe_only:
+        return _open_shards(folder / TORCH_INDEX)
     _check_checkpoints(folder)
     raise ValueError(
         f"{folder} has no weights: expected {' or '.join(path.name for path in known)}, or a .safetensors file"
@@ -356,12 +367,19 @@ def _check_checkpoints(folder: Path) -> None:
         raise ValueError(f"{folder} has checkpoints of a training run ({newest}{more}): use {checkpoints[0]}")
 
 
-def _open_shards(folder: Path) -> Tensors:
-    names = read_json(folder / SHARD_INDEX).get("weight_map")
-    shards = list(names.values()) if isinstance(names, dict) else []
+def _open_shards(index: Path) -> Tensors:
+    """Opens the shards that an index lists, which must have every weight that it lists."""
+    files = read_json(index).get("weight_map")
+    files = files if isinstance(files, dict) else {}
+    shards = list(files.values())
     if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
-        raise ValueError(f"{folder / SHARD_INDEX} is not a list of shards")
+        raise ValueError(f"{index} is not a list of shards")
     for name in shards:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} lacks the shard {name!r}")
-    return SafetensorsFiles([folder / name for name in sorted(set(shards))])
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index.parent} lacks the shard {name!r}")
+    paths = [index.parent / name for name in sorted(set(shards))]
+    tensors = SafetensorsFiles(paths) if index.name == SAFE_INDEX else TorchFiles(paths)
+    for name in files:
+        if name not in tensors.shapes:
+            raise DamagedError(f"the shards of {index} lack {name!r}, which it lists: download them again")
+    return tensors

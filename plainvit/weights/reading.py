@@ -205,9 +205,8 @@ def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
     prefix = prefixes[0]
     if len(prefixes) > 1:
         chosen = f"{{k.removeprefix({prefix!r}): v for k, v in weights.items() if k.startswith({prefix!r})}}"
-        raise ValueError(
-            f"the file has {len(prefixes)} models, under {join_names(prefixes)}: save the one you want alone, as {chosen}"
-        )
+        models = f"{len(prefixes)} models, under {join_names(prefixes)}"
+        raise ValueError(f"the file has {models}: save the one you want alone, as {chosen}")
     names: dict[str, tuple[str, int | None]] = {
         name.removeprefix(prefix): (name, None) for name in tensors.shapes if name.startswith(prefix)
     }

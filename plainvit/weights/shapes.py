@@ -214,7 +214,8 @@ def read_grid(rows: int | None, cell: tuple[int, int], prefixes: Sequence[int], 
         return hints.image_size, fitting[0], f"image size {GIVEN}; {rows} rows of positions fit it"
     raise ValueError(
         f"the grid of {rows} positions is unknown (not a square, or several are possible): use "
-        "load(..., grid=(rows, columns)), or load(..., image_size=(height, width)) with the size of its training"
+        "load(..., grid=(rows, columns)); or load(..., image_size=(height, width)) or --image-size HEIGHT WIDTH with "
+        "the size of its training"
     )
 
 
@@ -273,7 +274,10 @@ def _assume_heads(ours: Shapes, hints: Hints, family: str, rotary: str) -> tuple
         return known[width], f"assumed: a ViT of width {width} has {known[width]} heads"
     if width % 64 == 0 and width != 1536:  # published ViTs of width 1536 have 12, 16 or 24 heads
         return width // 64, f"assumed: {family}'s convention of 64 per head"
-    raise ValueError(f"the number of heads of this {family} file of width {width} is unknown: use load(..., heads=N)")
+    raise ValueError(
+        f"the number of heads of this {family} file of width {width} is unknown: use load(..., heads=N), or "
+        "plainvit convert with --heads N"
+    )
 
 
 def check_names(names: Iterable[str], unsupported: Mapping[str, str]) -> None:

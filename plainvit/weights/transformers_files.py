@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plainvit.config import About, Preprocess, ViTConfig, pair
+from plainvit.config import About, Preprocess, ResNetConfig, ViTConfig, pair
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
 from plainvit.weights.supported import ANY
 
@@ -221,14 +221,7 @@ def _one_or_both(sides: tuple[int, int]) -> int | list[int]:
 def _describe_parts(kind: str, config: ViTConfig) -> dict[str, Any]:
     """The settings that only one class has."""
     if config.stem:
-        sizes = [256 * config.stem.widen * 2**stage for stage in range(len(config.stem.blocks))]
-        stem = {"model_type": "bit", "layer_type": "bottleneck", "depths": list(config.stem.blocks)}
-        stem |= {"hidden_sizes": sizes, "embedding_size": 64 * config.stem.widen, "global_padding": "same"}
-        stem |= {"embedding_dynamic_padding": True, "out_features": [f"stage{len(sizes)}"]}
-        return {
-            "backbone_config": stem,
-            "backbone_featmap_shape": [1, sizes[-1], *(side // config.stem.stride for side in config.image_size)],
-        }
+        return _describe_stem(config.stem, config.image_size)
     if kind == "CLIP":
         return {"projection_dim": config.projection or 512}
     if kind.startswith("DINOv2"):
@@ -243,6 +236,23 @@ def _describe_parts(kind: str, config: ViTConfig) -> dict[str, Any]:
     if kind == "AIMv2":
         return {"use_head": False, "qkv_bias": False, "mlp_bias": False, "is_native": False}
     return {}
+
+
+def _describe_stem(stem: ResNetConfig, image_size: tuple[int, int]) -> dict[str, Any]:
+    """The BiT backbone of a ViTHybrid."""
+    stages = len(stem.blocks)
+    backbone = {
+        "model_type": "bit",
+        "layer_type": "bottleneck",
+        "depths": list(stem.blocks),
+        "hidden_sizes": [256 * stem.widen * 2**stage for stage in range(stages)],
+        "embedding_size": 64 * stem.widen,
+        "global_padding": "same",
+        "embedding_dynamic_padding": True,
+        "out_features": [f"stage{stages}"],
+    }
+    feature_map = [1, stem.width, *(side // stem.stride for side in image_size)]
+    return {"backbone_config": backbone, "backbone_featmap_shape": feature_map}
 
 
 def find_mlp_ratio(config: ViTConfig) -> int | None:

@@ -153,18 +153,20 @@ def run_forward(qkv: Tensor, heads: int, launch: Launch) -> tuple[Tensor, Tensor
 def run_backward(
     grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the packed qkv, [B, N, 3D], and its sum over images and tokens, fp32 [3D].
+    """dqkv, the gradient of the packed qkv [B, N, 3D], and its sum over images and tokens: the bias's, fp32 [3D].
 
-    Because softmax weights sum to 1, the gradients of values sum to the output's gradient, and those of keys to 0.
+    The two kernels fill dqkv in place: run_queries the first third, run_keys the others. Because softmax weights sum
+    to 1, the gradients of values sum to the output's gradient, and those of keys to 0.
     """
     grad, qkv = _make_dense(grad), _make_dense(qkv)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if qkv.shape[0] == 0:
         return dqkv, lse.new_zeros(qkv.shape[2])
     delta = torch.empty_like(lse)
-    queries, values = run_queries(grad, qkv, out, lse, delta, dqkv, heads, tiles.queries).sum(0).chunk(2)
+    sums = run_queries(grad, qkv, out, lse, delta, dqkv, heads, tiles.queries)
     run_keys(grad, qkv, lse, delta, dqkv, heads, tiles.keys)
-    return dqkv, torch.cat((queries, torch.zeros_like(queries), values))
+    query_bias_grad, value_bias_grad = sums.sum(0).chunk(2)
+    return dqkv, torch.cat((query_bias_grad, torch.zeros_like(query_bias_grad), value_bias_grad))
 
 
 def _backward_arguments(grad: Tensor, qkv: Tensor, heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -207,7 +209,8 @@ def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor
 @torch.library.custom_op("plainvit::short_attention", mutates_args=())
 def _forward(qkv: Tensor, heads: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001, for its gradient
     is_interpreted = not qkv.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"  # instead of a GPU, as in tests
-    if not is_interpreted and (reason := explain_unfit(qkv, heads)):
+    reason = "" if is_interpreted else explain_unfit(qkv, heads)
+    if reason:
         raise ValueError(reason)
     return run_forward(qkv, heads, TILES[qkv.shape[2] // (3 * heads)].forward)
 

@@ -66,7 +66,7 @@ def sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     return phi, phi * (1 - phi) * x * (linear + 3 * cubic * square)
 
 
-def _value(x: Tensor, tanh: bool) -> Tensor:
+def _compute_gelu(x: Tensor, tanh: bool) -> Tensor:
     exact = x.float()
     phi, _ = sigmoid(exact) if tanh else normal(exact)
     return (exact * phi).to(x.dtype)
@@ -79,7 +79,7 @@ def _gradient(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
 
 # The operators --------------------------------------------------------------------------------------------------------
 
-_gelu = torch.library.custom_op("plainvit::gelu", _value, mutates_args=())
+_gelu = torch.library.custom_op("plainvit::gelu", _compute_gelu, mutates_args=())
 _gelu_backward = torch.library.custom_op("plainvit::gelu_backward", _gradient, mutates_args=())
 
 
@@ -117,15 +117,15 @@ def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor, hidden_bias: Tensor, *,
     return _gelu_linear(x.flatten(0, -2), weight, bias, hidden_bias, tanh).unflatten(0, x.shape[:-1])
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor, hidden_bias: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001, see above
-    return F.linear(_value(x, tanh), weight.to(x.dtype), bias.to(x.dtype))
+def _linear_of_gelu(x: Tensor, weight: Tensor, bias: Tensor, hidden_bias: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001, see above
+    return F.linear(_compute_gelu(x, tanh), weight.to(x.dtype), bias.to(x.dtype))
 
 
 def _gradients(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of x [R, M] from that of the GELU, the GELU, and partial sums of the gradient, fp32 [.., M]."""
     if not x.is_cuda:
         dx = _gradient(grad, x, tanh)
-        return dx, _value(x, tanh), dx.float().sum(0, keepdim=True)
+        return dx, _compute_gelu(x, tanh), dx.float().sum(0, keepdim=True)
     from plainvit.models.fast import gelu_kernels
 
     (R, M), x, grad = x.shape, x.contiguous(), grad.contiguous()
@@ -137,7 +137,7 @@ def _gradients(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Ten
     return dx, y, sums
 
 
-_gelu_linear = torch.library.custom_op("plainvit::gelu_linear", _product, mutates_args=())
+_gelu_linear = torch.library.custom_op("plainvit::gelu_linear", _linear_of_gelu, mutates_args=())
 _gelu_gradients = torch.library.custom_op("plainvit::gelu_gradients", _gradients, mutates_args=())
 
 
@@ -158,7 +158,7 @@ def _save_for_matmul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, weight)
 
 
-def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate_linear_of_gelu(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     bias_dtype, hidden_bias_dtype = ctx.dtypes
     grad_x, y, sums = _gelu_gradients(grad @ weight.to(x.dtype), x, ctx.tanh)
@@ -167,7 +167,7 @@ def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, grad_bias, sums.sum(0).to(hidden_bias_dtype), None
 
 
-_gelu_linear.register_autograd(_differentiate_product, setup_context=_save_for_matmul)
+_gelu_linear.register_autograd(_differentiate_linear_of_gelu, setup_context=_save_for_matmul)
 
 
 # With the matmul before it --------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if not x.is_cuda:
-        return _value(F.linear(x, weight, bias), False)
+        return _compute_gelu(F.linear(x, weight, bias), False)
     from plainvit.models.fast import gelu_kernels
 
     (R, D), M = x.shape, len(weight)
@@ -236,9 +236,10 @@ def register_decompositions() -> bool:
     try:
         from torch._inductor.decomposition import select_decomp_table
 
-        operators = torch.ops.plainvit
-        formulas = {operators.gelu: _value, operators.gelu_backward: _gradient, operators.gelu_linear: _product}
-        select_decomp_table().update({operator.default: formula for operator, formula in formulas.items()})
+        operators, table = torch.ops.plainvit, select_decomp_table()
+        table[operators.gelu.default] = _compute_gelu
+        table[operators.gelu_backward.default] = _gradient
+        table[operators.gelu_linear.default] = _linear_of_gelu
     except (ImportError, AttributeError):  # a private part of PyTorch, which other versions may not have
         return False
     return True
