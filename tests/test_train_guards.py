@@ -277,12 +277,19 @@ def test_a_signal_after_the_last_step_ends_a_run_that_is_not_done(
     assert finish(recipe, out) == undisturbed
 
 
-def test_a_signal_does_not_hide_the_error_of_a_run_that_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun sends SIGTERM to the other processes when one was lost, while they still write a checkpoint."""
+def stop_with_signal(out: Path) -> None:
+    """Runs in a child: an error ends the run, and SIGTERM arrives while it closes."""
     close = Checkpoints.close
-    monkeypatch.setattr(Checkpoints, "close", lambda self: (signal.raise_signal(signal.SIGTERM), close(self)))
-    runs.stopped_run(runs.config(), tmp_path, 8)
-    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", "StoppedError: stopped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "close", lambda self: (signal.raise_signal(signal.SIGTERM), close(self)))
+        runs.stopped_run(runs.config(), out, 8)
+
+
+def test_a_signal_does_not_hide_the_error_of_a_run_that_closes(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM to the other processes when one was lost, while they still write a checkpoint."""
+    out = tmp_path / "run"
+    assert Child(stop_with_signal, out, log=tmp_path / "log").wait() == 0
+    assert (status(out)["state"], status(out)["reason"]) == ("failed", "StoppedError: stopped")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
