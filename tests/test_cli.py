@@ -160,6 +160,7 @@ WRONG = {  # command: words that the line must name
     "evaluate A --data B --devices 0": "--devices 0",
     "predict A B --batch 0": "--batch 0",
     "export A --images 1": "--images 2",
+    "bench A --images 0": "--images 1",
 }
 
 

@@ -51,9 +51,10 @@ class Service:
         limits: Limits,
         backend: Backend | None = None,
         metrics: Metrics | None = None,
+        explainer: Explainer | None = None,
     ) -> None:
         self.name, self.predictor, self.limits = name, predictor, limits
-        self.explainer = Explainer(predictor)
+        self.explainer = explainer  # None: explanations are turned off
         self.metrics = metrics or Metrics()
         self.waiting = 0  # images that were admitted and not answered yet
         self.metrics.waiting.labels(name).set_function(lambda: self.waiting)
