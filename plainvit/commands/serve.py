@@ -11,7 +11,7 @@ from plainvit.commands.parsing import (
     Json,
     Model,
     PixelFlags,
-    given_pixel_flags,
+    collect_pixel_flags,
     print_result,
 )
 
@@ -66,7 +66,7 @@ def export(
         raise ValueError("--int8 needs photos to measure activations on: name a folder or a dataset with --data")
     predictor = _load(model, image_size, pixels)
     loaded = exports.make_noise(predictor) if source is None else exports.load_images(predictor, source, images)[0]
-    folder, dtype = out or exports.default_folder(model), torch.uint8 if input == "uint8" else torch.float32
+    folder, dtype = out or exports.choose_folder(model), torch.uint8 if input == "uint8" else torch.float32
     written, checks = exports.export(predictor, loaded, format, folder, dtype=dtype, int8=int8, verify=not no_verify)
     if json:
         print_result({"written": list(map(str, written)), "checks": list(map(vars, checks))}, None)
@@ -78,7 +78,7 @@ def export(
 def _load(model: str, image_size: int | None, pixels: PixelFlags) -> "Predictor":
     from plainvit.evaluate.predictor import Predictor
 
-    return Predictor(model, device="cpu", precision="fp32", image_size=image_size, **given_pixel_flags(pixels))
+    return Predictor(model, device="cpu", precision="fp32", image_size=image_size, **collect_pixel_flags(pixels))
 
 
 def bench(

@@ -198,7 +198,7 @@ def time_call(call: Callable[[], object], min_seconds: float) -> list[float]:
     return times
 
 
-def default_folder(source: str | Path) -> Path:
+def choose_folder(source: str | Path) -> Path:
     """RUN/exports for a run, exports/NAME for other weights."""
     if run_settings(source):
         return run_folder(source) / "exports"

@@ -88,7 +88,7 @@ def trace_program(model: nn.Module, dtype: torch.dtype = torch.uint8) -> Exporte
     module = ExportModule(copy.deepcopy(model).cpu().float()).eval()
     _fold_standardization(module)
     images = torch.zeros((2, model.config.channels, *model.config.image_size), dtype=dtype)
-    with torch.no_grad(), _explicit_formulas(model):
+    with torch.no_grad(), _use_explicit_formulas(model):
         return torch.export.export(module, (images,), dynamic_shapes=({0: Dim("batch")},))
 
 
@@ -101,7 +101,7 @@ def _fold_standardization(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _explicit_formulas(model: ViT | ResNet) -> Iterator[None]:
+def _use_explicit_formulas(model: ViT | ResNet) -> Iterator[None]:
     """Replaces two functions while a model is traced.
 
     torch.onnx cannot decompose masked attention, as the strides of the fused kernel differ from those of its formula.
