@@ -278,7 +278,7 @@ def explain_missing(device: str, compiled: bool) -> dict[str, str]:
     """What is not measured, and why; "" if it is."""
     has_gpu = device.startswith("cuda")
     no_bf16 = "" if has_gpu or cpu_computes_bf16() else "this CPU has no fast bf16"
-    if not has_gpu and machine_device.cpu_bf16_refused():
+    if not has_gpu and machine_device.is_cpu_bf16_unsafe():
         no_bf16 = "it ends the process on this CPU"
     return {
         "CUDA graphs and kernels": "" if has_gpu else "there is no GPU",

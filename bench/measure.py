@@ -24,7 +24,7 @@ from plainvit.config import Model
 from plainvit.device import processor
 from plainvit.disk import write_atomically
 from plainvit.planning.cost import macs
-from plainvit.runtime.folder import finite
+from plainvit.runtime.folder import replace_non_finite
 
 GIB = 2**30
 WIDTH = 150  # characters of a table
@@ -297,7 +297,7 @@ def write_results(module: str, arguments: Sequence[str] | None, path: Path | Non
 
 
 def write_json(path: Path, value: dict[str, Any], *, quiet: bool = False) -> None:
-    text = json.dumps(finite(value), indent=2) + "\n"
+    text = json.dumps(replace_non_finite(value), indent=2) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     if not quiet:
         print(f"written: {path}")

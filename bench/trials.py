@@ -48,7 +48,7 @@ def count_steps(seconds: float, step_seconds: float) -> int:
 def train(config: Config, steps: int, out: Path, *, test: bool) -> dict[str, Any]:
     """Trains for a number of steps and returns the results. Only `test` reads the test images."""
     config = config.replace(steps=steps, epochs=0.0, keep=1, evaluations=config.evaluations if test else 1)
-    return fit(config, out, quiet=True, bare=not test).numbers
+    return fit(config, out, quiet=True, bare=not test).metrics
 
 
 def run_requests(connection: Connection, config: Config, threads: int) -> None:

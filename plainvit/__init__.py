@@ -5,7 +5,7 @@
     logits = model(images)                    # [B, 3, 224, 224], uint8 or floats in [0, 1]
 
     run = plainvit.fit(plainvit.recipe("digits"))
-    run.numbers["test"]["top1"], run.folder
+    run.metrics["test"]["top1"], run.folder
 
 Importing this is cheap: torch is loaded when a name below is first used.
 """

@@ -22,6 +22,7 @@ from plainvit.model_config import ViTConfig as ViTConfig
 from plainvit.model_config import largest_divisor as largest_divisor
 from plainvit.model_config import nearest as nearest
 from plainvit.model_config import pair as pair
+from plainvit.model_config import pluralize as pluralize
 from plainvit.model_config import visible as visible
 
 LOSSES = ("softmax", "sigmoid", "binary")  # train/objectives.py has them
@@ -309,13 +310,13 @@ _KINDS: dict[str, type[Checked]] = {
 }
 
 
-FINETUNE_EPOCHS, LEAST_STEPS = 20.0, 200  # defaults with init; in fewer steps a head of zeros learns little
+FINETUNE_EPOCHS, MIN_FINETUNE_STEPS = 20.0, 200  # defaults with init; in fewer steps a head of zeros learns little
 
 
 def count_steps(config: Config, images: int) -> int:
     """Number of steps of a run on this many images: steps, or epochs, or the default for fine-tuning."""
     if config.init and not config.steps and not config.epochs:
-        return max(int(FINETUNE_EPOCHS * images / config.batch), LEAST_STEPS)
+        return max(int(FINETUNE_EPOCHS * images / config.batch), MIN_FINETUNE_STEPS)
     return config.steps or int(config.epochs * images / config.batch)
 
 

@@ -65,7 +65,7 @@ def set_environment() -> None:
     """Set environment variables before torch is loaded: no AMX where it crashes, sleeping threads on a busy machine."""
     if "torch" in sys.modules:
         return
-    if ISA_VARIABLE not in os.environ and cpu_bf16_kills():
+    if ISA_VARIABLE not in os.environ and crashes_in_bf16():
         os.environ[ISA_VARIABLE] = ISA_BELOW_AMX
     if WAIT_VARIABLE not in os.environ and is_busy():
         os.environ[WAIT_VARIABLE] = "passive"
@@ -86,9 +86,9 @@ def is_busy(loadavg: Path = Path("/proc/loadavg")) -> bool:
 
 
 @functools.cache
-def cpu_bf16_refused() -> bool:
+def is_cpu_bf16_unsafe() -> bool:
     """Whether bf16 on this CPU would crash the process, because torch was loaded before AMX could be disabled."""
-    return ISA_VARIABLE not in os.environ and cpu_bf16_kills()
+    return ISA_VARIABLE not in os.environ and crashes_in_bf16()
 
 
 def check_cpu_bf16(weight: "Tensor") -> None:
@@ -103,7 +103,7 @@ def check_cpu_bf16(weight: "Tensor") -> None:
         )
 
 
-def cpu_bf16_kills(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, cache: Path | None = None) -> bool:
+def crashes_in_bf16(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE, cache: Path | None = None) -> bool:
     """Whether bf16 crashes on this CPU unless AMX is disabled: one matmul in a child process."""
     flags = _read_cpuinfo("flags", cpuinfo)
     if "amx_bf16" not in flags.split():

@@ -23,9 +23,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON ({error}): restore or delete it") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object")
+        raise ValueError(f"{path} is not a JSON object: restore or delete it")
     return value
 
 
@@ -55,9 +55,12 @@ def make_folder(path: Path) -> None:
         raise DiskError(f"cannot write into {path}: {error.strerror}") from error
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file next to the path, sync it, rename it: readers see the old file or the complete new one."""
-    write_together({path: write})
+def write_atomically(path: Path, write: Callable[[Path], object], *, overwrite: bool = True) -> None:
+    """Write a temporary file next to the path, sync it, rename it: readers see the old file or the complete new one.
+
+    Without overwrite, raises FileExistsError if the file exists by then.
+    """
+    write_together({path: write}, overwrite=overwrite)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -65,7 +68,7 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
+def write_together(writers: Mapping[Path, Callable[[Path], object]], *, overwrite: bool = True) -> None:
     """Write several files of one folder: all temporary files first, then the renames, in the order given."""
     temporary = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in writers}
     path = next(iter(writers))
@@ -75,9 +78,12 @@ def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
         for path, write in writers.items():
             write_synced(temporary[path], write)
         for path in writers:
-            temporary[path].replace(path)
+            if overwrite:
+                temporary[path].replace(path)
+            else:
+                link_new(temporary[path], path)
         sync_folder(path.parent)
-    except DiskError:
+    except (DiskError, FileExistsError):
         raise
     except Exception as error:  # each writer raises its own type: OSError, SafetensorError, RuntimeError
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -86,6 +92,18 @@ def write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
         for leftover in temporary.values():
             with contextlib.suppress(OSError):
                 leftover.unlink(missing_ok=True)
+
+
+def link_new(temporary: Path, path: Path) -> None:
+    """Give a finished file its name; raises FileExistsError if there is such a file, which a rename would replace."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # exFAT and some network drives have no hard links
+        if os.path.lexists(path):
+            raise FileExistsError(f"{path} exists") from None
+        temporary.rename(path)
 
 
 def write_synced(path: Path, write: Callable[[Path], object]) -> None:

@@ -21,12 +21,12 @@ VIT_NUMERICS: dict[str, dict[str, Any]] = {
     "transformers": {"activation": "gelu", "norm_eps": 1e-12},
 }
 RESNET_NUMERICS: dict[str, dict[str, Any]] = {
-    "google": {"standardise": "var+1e-10", "norm_eps": 1e-5},
-    "timm": {"standardise": "var+1e-8", "norm_eps": 1e-5},
+    "google": {"standardize": "var+1e-10", "norm_eps": 1e-5},
+    "timm": {"standardize": "var+1e-8", "norm_eps": 1e-5},
 }
 STEM_NUMERICS: dict[str, dict[str, Any]] = {  # Google's hybrids use a ResNet implementation other than BiT's
-    "google": {"standardise": "std+1e-5", "norm_eps": 1e-6},
-    "timm": {"standardise": "var+1e-8", "norm_eps": 1e-5},
+    "google": {"standardize": "std+1e-5", "norm_eps": 1e-6},
+    "timm": {"standardize": "var+1e-8", "norm_eps": 1e-5},
 }
 
 
@@ -53,6 +53,11 @@ def visible(text: str) -> str:
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
+def pluralize(count: float, singular: str, plural: str = "") -> str:
+    """A count with its noun, such as "1 image" and "2,000 images"; `plural` if it is not the singular with an s."""
+    return f"{count:,.0f} {singular if count == 1 else plural or singular + 's'}"
+
+
 def pair(size: int | Iterable[int]) -> tuple[int, int]:
     """(height, width) of a size given as one number (a square) or as a pair."""
     if isinstance(size, int):
@@ -61,6 +66,12 @@ def pair(size: int | Iterable[int]) -> tuple[int, int]:
     if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
         raise ValueError(f"a size must be an integer or (height, width), got {size!r}")
     return sides
+
+
+def join_or(values: Iterable[object]) -> str:
+    """1, 5 or 13"""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def largest_divisor(total: int, most: int) -> int:
@@ -128,9 +139,12 @@ class Checked:
                 raise ValueError(
                     f"{name} has {len(values)} values for {channels} channels: give one value, or one per channel"
                 )
+            for value in values:
+                if not math.isfinite(value):
+                    raise ValueError(f"{name} must be a finite number, got {value}")
+                if name == "std" and value <= 0:
+                    raise ValueError(f"std must be above 0, got {value}")
             self._set(name, values)
-            if not all(math.isfinite(value) for value in values) or (name == "std" and min(values) <= 0):
-                raise ValueError(f"{name} must be finite{' and above 0' if name == 'std' else ''}, got {values}")
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed. An unknown field is an error that names the nearest."""
@@ -153,7 +167,7 @@ class ResNetConfig(Checked):
     preactivation: bool = True  # Apply norm and ReLU before each convolution (BiT)
     #: Padding of convolutions; same is TensorFlow's, asymmetric at stride 2
     padding: Literal["symmetric", "same"] = "symmetric"
-    standardise: Literal["std+1e-5", "var+1e-8", "var+1e-10"] = "var+1e-10"  # Denominator of weight standardization
+    standardize: Literal["std+1e-5", "var+1e-8", "var+1e-10"] = "var+1e-10"  # Denominator of weight standardization
     norm_eps: float = 1e-5  # Epsilon of GroupNorm
     init: Literal["google", "timm"] = "google"  # Initialization scheme of the weights
     mean: tuple[float, ...] = (0.5,)  # Mean that is subtracted from pixels in [0, 1]
@@ -239,63 +253,67 @@ class ViTConfig(Checked):
             rates=("dropout", "stochastic_depth"),
         )
         self._set_pixels(self.channels)
-        self._check_shapes()
-        self._check_combinations()
+        self._check_width()
+        self._check_image_size()
+        if self.stem:
+            self._check_stem(self.stem)
+        self._check_pooling()
+        self._check_positions()
 
-    def _check_shapes(self) -> None:
+    def _check_width(self) -> None:
         if self.width % self.heads:
             divisors = [n for n in range(1, min(self.width, 1024) + 1) if self.width % n == 0]
             near = sorted(sorted(divisors, key=lambda n: abs(n - self.heads))[:3])
-            raise ValueError(
-                f"width {self.width} is not divisible by heads {self.heads}; nearest: {', '.join(map(str, near))}"
-            )
-        for side, stride in zip(self.image_size, self.stride, strict=True):
-            if side % stride:
-                below, above = side // stride * stride, math.ceil(side / stride) * stride
-                near = f"{below} or {above}" if below else f"{above}"
-                size = " x ".join(map(str, self.image_size))
-                raise ValueError(f"image size {size} is not divisible by the patch size {stride}; nearest: {near}")
+            width = max(round(self.width / self.heads), 1) * self.heads
+            fix = f"use heads {join_or(near)}, or width {width}"
+            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}: {fix}")
         parts = {"2d": 2, "sincos2d": 4}.get(self.posemb, 1)
         if self.width % parts or self.width < 2 * parts:
-            raise ValueError(
-                f"posemb {self.posemb!r} requires a width of at least {2 * parts} and divisible by {parts}, "
-                f"got {self.width}"
-            )
-        if self.stem and (self.stem.channels != self.channels or self.stem.preactivation):
-            raise ValueError(
-                f"the stem of a hybrid requires channels={self.channels} and preactivation=False, "
-                f"got channels={self.stem.channels}, preactivation={self.stem.preactivation}"
-            )
-
-    def _check_combinations(self) -> None:
-        if self.pool.startswith("token") and not self.class_token:
-            raise ValueError(f"pool {self.pool!r} requires class_token=True: set it, or use pool 'average'")
-        if self.distillation and (self.pool != "token" or self.representation or self.norm_pooled):
-            raise ValueError(
-                "distillation=True requires pool 'token', representation=0 and norm_pooled=False, "
-                f"got pool {self.pool!r}, representation={self.representation}, norm_pooled={self.norm_pooled}"
-            )
-        if self.posemb_at != "stem" and self.posemb in ("none", "relative", "bias"):
-            raise ValueError(
-                f"posemb {self.posemb!r} does not support posemb_at {self.posemb_at!r}: use posemb_at 'stem'"
-            )
-        if self.axial and (self.prefix or self.posemb in ("relative", "bias") or self.rotary != "none"):
-            raise ValueError(
-                "axial=True requires class_token=False, registers=0, pool 'average' or 'attention', rotary 'none', and "
-                "a posemb other than 'relative' or 'bias'"
-            )
-        if self.norm_pooled and (self.norm == "post" or not self.norm_final or self.pool == "token+average"):
-            raise ValueError(
-                "norm_pooled=True requires norm 'pre', norm_final=True and a pool other than 'token+average'"
-            )
+            needed = f"at least {2 * parts} and divisible by {parts}"
+            raise ValueError(f"posemb {self.posemb} requires a width of {needed}, got {self.width}")
         if self.rotary != "none" and self.width // self.heads % 4:
             raise ValueError(
-                f"rotary {self.rotary!r} requires heads of a width divisible by 4, got {self.width // self.heads}"
+                f"rotary {self.rotary} requires heads of a width divisible by 4, got {self.width // self.heads}"
             )
-        if self.posemb == "bias" and (not self.class_token or self.prefix != 1):
-            raise ValueError("posemb 'bias' requires class_token=True, distillation=False and registers=0")
+
+    def _check_image_size(self) -> None:
+        height, width = self.image_size
+        for name, side, stride in zip(("height", "width"), self.image_size, self.stride, strict=True):
+            if side % stride:
+                multiples = (side // stride * stride, math.ceil(side / stride) * stride)
+                usable = join_or(size for size in multiples if size)
+                fix = f"use image {'size' if height == width else name} {usable}"
+                if self.stem is None:
+                    fix += f", or a patch size that divides {side}"
+                raise ValueError(f"image size {height} x {width} is not divisible by the patch size {stride}: {fix}")
+
+    def _check_stem(self, stem: ResNetConfig) -> None:
+        if stem.channels != self.channels:
+            raise ValueError(f"the stem has {stem.channels} channels, the model {self.channels}: use the same number")
+        if stem.preactivation:
+            raise ValueError("the stem of a hybrid requires preactivation off")
+
+    def _check_pooling(self) -> None:
+        if self.pool.startswith("token") and not self.class_token:
+            raise ValueError(f"pool {self.pool} requires a class token: use pool average, or turn class_token on")
+        if self.distillation and (self.pool != "token" or self.representation or self.norm_pooled):
+            raise ValueError("distillation requires pool token, representation 0 and norm_pooled off")
+        if self.norm_pooled and (self.norm == "post" or not self.norm_final or self.pool == "token+average"):
+            raise ValueError("norm_pooled requires norm pre, norm_final on and a pool other than token+average")
         if self.projection and (self.representation or self.distillation or self.pool == "token+average"):
-            raise ValueError("projection requires representation=0, distillation=False and one pooled vector")
+            others = "representation 0, distillation off and a pool other than token+average"
+            raise ValueError(f"projection requires {others}")
+
+    def _check_positions(self) -> None:
+        if self.posemb_at != "stem" and self.posemb in ("none", "relative", "bias"):
+            raise ValueError(f"posemb {self.posemb} does not support posemb_at {self.posemb_at}: use posemb_at stem")
+        if self.posemb == "bias" and (not self.class_token or self.prefix != 1):
+            raise ValueError("posemb bias requires class_token on, distillation off and registers 0")
+        if self.axial and (self.prefix or self.posemb in ("relative", "bias") or self.rotary != "none"):
+            raise ValueError(
+                "axial requires class_token off, registers 0, pool average or attention, rotary none, and a posemb "
+                "other than relative or bias"
+            )
 
     def without_head(self) -> Self:
         """The config without anything after pooling: hidden layer, projection and head."""

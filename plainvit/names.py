@@ -105,12 +105,16 @@ def _parse_name(name: str, numerics: str, channels: int) -> tuple[type[Model], d
     if resnet and resnet[1] in UNITS:
         fields = {"blocks": UNITS[resnet[1]], "widen": int(resnet[2])}
         return ResNetConfig, fields | _numerics(RESNET_NUMERICS, numerics)
-    raise ValueError(f"unknown model {name!r}; {nearest(name, NAMES)}")
+    raise _unknown_model(name)
+
+
+def _unknown_model(name: str) -> ValueError:
+    return ValueError(f"unknown model {name!r}; {nearest(name, NAMES)}; `plainvit models` lists all")
 
 
 def _size(size: str, name: str) -> dict[str, Any]:
     if size not in SIZES:
-        raise ValueError(f"unknown model {name!r}; {nearest(name, NAMES)}")
+        raise _unknown_model(name)
     return SIZES[size]
 
 

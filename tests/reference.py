@@ -1,12 +1,14 @@
 """The models' arithmetic in NumPy float64, written from the papers and sharing no code with plainvit.
 
-Slow and literal on purpose: sums over the places of a kernel, loops over patches. Weights come as a dictionary of
-arrays in plainvit's names; [B, N, D] are tokens, [B, C, H, W] images and feature maps.
+Slow and literal on purpose: loops over patches; only convolutions and GroupNorm are PyTorch's. Weights come as a
+dictionary of arrays in plainvit's names; [B, N, D] are tokens, [B, C, H, W] images and feature maps.
 """
 
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 Array = np.ndarray
@@ -128,38 +130,20 @@ def symmetric_pads(x: Array, kernel: int, stride: int) -> Pads:  # noqa: ARG001
     return (kernel // 2, kernel // 2), (kernel // 2, kernel // 2)
 
 
-def windows(x: Array, kernel: int, stride: int, pads: Pads, fill: float) -> Array:
-    """What each place of a kernel sees: [kernel, kernel, B, C, H', W']."""
-    x = np.pad(x, ((0, 0), (0, 0), *pads), constant_values=fill)
-    height, width = ((side - kernel) // stride + 1 for side in x.shape[2:])
-    spans = range(kernel)
-    return np.stack(
-        [
-            [
-                x[:, :, i : i + stride * height : stride, j : j + stride * width : stride][:, :, :height, :width]
-                for j in spans
-            ]
-            for i in spans
-        ]
-    )
-
-
 def convolve(x: Array, kernels: Array, stride: int, pads: Pads) -> Array:
-    """kernels [O, C, k, k]; a plain sum over the kernel's places."""
-    seen = windows(x, kernels.shape[-1], stride, pads, 0.0)
-    return np.einsum("ijbchw,ocij->bohw", seen, kernels, optimize=True)
+    """kernels [O, C, k, k]"""
+    padded = np.pad(x, ((0, 0), (0, 0), *pads))
+    return F.conv2d(torch.from_numpy(padded), torch.from_numpy(kernels), stride=stride).numpy()
 
 
 def max_pool(x: Array, pads: Pads, fill: float) -> Array:
-    return windows(x, 3, 2, pads, fill).max((0, 1))
+    padded = np.pad(x, ((0, 0), (0, 0), *pads), constant_values=fill)
+    return F.max_pool2d(torch.from_numpy(padded), 3, 2).numpy()
 
 
 def group_norm(x: Array, weights: Weights, name: str, eps: float) -> Array:
-    B, C, H, W = x.shape
-    groups = x.reshape(B, 32, -1)
-    centered = groups - groups.mean(-1, keepdims=True)
-    x = (centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)).reshape(B, C, H, W)
-    return x * weights[f"{name}.weight"][:, None, None] + weights[f"{name}.bias"][:, None, None]
+    scale, bias = (torch.from_numpy(weights[f"{name}.{leaf}"]) for leaf in ("weight", "bias"))
+    return F.group_norm(torch.from_numpy(x), 32, scale, bias, eps).numpy()
 
 
 def relu(x: Array) -> Array:

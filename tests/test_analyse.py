@@ -182,6 +182,12 @@ def test_invalid_input_is_one_line(
     assert part in fail(capsys, "analyse", "model.safetensors", *words.split(), "--device", "cpu", code=code)
 
 
+def test_a_missing_model_comes_before_missing_data(capsys: Capture) -> None:
+    assert "no file or folder runs/nope" in fail(capsys, "analyse", "runs/nope", code=2)
+    assert "nor published weights" in fail(capsys, "analyse", "vit_nope", code=2)
+    assert "--data is required" in fail(capsys, "analyse", "vit_s16_augreg_i21k_i1k_224", code=2)
+
+
 def test_unavailable_published_weights_suggest_alternatives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

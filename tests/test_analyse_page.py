@@ -30,10 +30,11 @@ from plainvit.analyse.explorer import (
     count_bytes,
     describe_omissions,
     explorer_section,
+    find_limits,
     plan_explorer,
     pooled_grid,
 )
-from plainvit.analyse.page import render_page
+from plainvit.analyse.html import render_page
 from plainvit.config import About
 from plainvit.models import Trace
 from plainvit.names import configure
@@ -94,10 +95,23 @@ def test_cells_of_pooled_maps_are_sums_over_patches() -> None:
     patches = trace["block2/attention"][0].mean(0)[1:, 1:].view(15, 3, 5)
     cells = [(slice(y, y + 2), slice(x, x + 2)) for y in (0, 2) for x in (0, 2, 4)]
     sums = torch.stack([patches[:, y, x].sum((1, 2)) for y, x in cells], 1)  # [15, 6]
-    gray, largest = views[2]
+    gray, largest, _ = views[2]
     assert abs(largest[:15] - 1000 * sums.amax(1).numpy()).max() <= 0.51
     assert abs(gray[:15, :6] - 255 * (sums / sums.amax(1, keepdim=True)).numpy()).max() <= 0.51
     assert [view.gray.shape for view in views] == [(16, 6 + 1)] * 3 + [(16, 15 + 1)] * 4
+
+
+def test_a_few_large_values_do_not_hide_the_others() -> None:
+    """The scale of a map ends at its 97th percentile, but at a tenth of its largest value at least."""
+    maps = torch.rand(5, 196, generator=torch.Generator().manual_seed(0))
+    maps[1, :5] = 9.0  # five patches with most of the attention
+    maps[2] = 0.0
+    maps[3, 1:] *= 0.01
+    maps[3, 0] = 1.0
+    expected = np.quantile(maps.numpy(), 0.97, axis=1, method="inverted_cdf")
+    assert expected[1] < 1
+    expected[2:4] = (0, 0.1)
+    assert np.allclose(find_limits(maps).numpy(), expected)
 
 
 # How large it grows ---------------------------------------------------------------------------------------------------
@@ -133,8 +147,8 @@ def test_a_page_of_vit_b_16_stays_below_ten_megabytes() -> None:
     plan = plan_explorer(without_weights("ViT-B/16"), 128)
     section, script = explorer_section(make_subject(model, 1), Plan(1, plan.pool, plan.head_pool, [0]))
     photo = len(embedded(section.body)["images"][0]["source"])
-    layer = len(render_page("ViT-B/16", "", [section], script=script)) - photo
-    assert plan.images * (12 * layer + photo) < 9_000_000
+    layer, rest = len(section.body) - photo, len(render_page("ViT-B/16", "", [], script=script))
+    assert plan.images * (12 * layer + photo) + rest < 9_000_000
 
 
 # What it may do -------------------------------------------------------------------------------------------------------

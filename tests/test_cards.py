@@ -28,7 +28,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.evaluate import statistics
 from plainvit.evaluate.card import Card, _compute_metrics, read_card, read_rows
-from plainvit.evaluate.compare import compare
+from plainvit.evaluate.compare import compare, find_published
 from plainvit.evaluate.labels import align
 from plainvit.evaluate.metrics import Result
 from plainvit.runtime.checkpoint import tensor_hash
@@ -186,7 +186,7 @@ def test_absent_or_damaged_files_are_data_errors(both: Both, tmp_path: Path) -> 
 def test_cards_are_compared_image_by_image(both: Both, capsys: Capture) -> None:
     cards = compare([done.folder for done in both])["cards"]
     row = cards[1]["difference"]
-    first, second = (done.result.right for done in both)
+    first, second = (done.result.correct for done in both)
     only_first, only_second = int((first & ~second).sum()), int((~first & second).sum())
     assert row["shared"] == 360
     assert row["top1"]["difference"] == pytest.approx(second.mean() - first.mean(), abs=1e-12)
@@ -249,7 +249,7 @@ def test_what_may_explain_a_difference_is_a_remark(both: Both, tmp_path: Path) -
     same = {"difference": 0.0, "interval": [0.0, 0.0], "p": 1.0, "only_first": 0, "only_this": 0}
     assert rows[1]["difference"]["top1"] == same
     assert [remark.split()[0] for remark in rows[2]["remarks"]] == ["preprocessing", "precision"]
-    assert rows[3]["remarks"][1] == "2 of the 360 shared images have labels with different names"
+    assert rows[3]["remarks"][1] == "2 of the 360 shared images have different labels"
 
 
 def test_few_classes_have_no_top_5_and_one_image_no_interval(tmp_path: Path, capsys: Capture) -> None:
@@ -322,3 +322,17 @@ def test_eight_runs_fit_a_narrow_terminal(
     assert [line.split()[0] for line in lines[2:4]] == ["p2", "p4"]
     assert "(no matching seed: p2-4)" in " ".join(" ".join(lines).split())
     assert {run.name for run in runs} <= {line.split()[0] for line in lines if line.strip()}
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "top1"),
+    [
+        ("imagenet", "vit_b16_orig_i21k_i1k_384", [84.21]),
+        ("imagenet-real", "hf:timm/deit_base_patch16_224.fb_in1k", [86.83]),
+        ("digits", "vit_b16_orig_i21k_i1k_384", []),
+    ],
+)
+def test_published_results_are_found_by_weights(both: Both, spec: str, name: str, top1: list[float]) -> None:
+    card = both[0].card
+    named = replace(card, data=card.data | {"spec": spec}, model=card.model | {"source": name})
+    assert [round(100 * result["top1"], 2) for result in find_published(named)] == top1

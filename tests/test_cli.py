@@ -148,6 +148,8 @@ WRONG = {  # command: words that the line must name
     "train digits --class-weights True": "'True' switches",
     "train digits --model.class-token=True": "--model.class-token 'True'",
     "train digits --model.widen 2": "'widen'",
+    "train digits --model.std 0": "--model.std 0.0",
+    "train digits --model.norm-pooled --model.norm post": "--model.norm-pooled norm pre",
     "doctor --model.depth 2": "--model.depth --model",
     "train digits --preprocess squash": "'--preprocess' --preprocess.resize --preprocess.crop",
     "train digits --augment.area 0.5": "--augment.area 2",

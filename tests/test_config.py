@@ -47,17 +47,18 @@ def test_unknown_models_suggest_the_nearest(name: str) -> None:
     message = error_of(plainvit.create, name)
     assert "unknown model" in message
     for offered in BAD_NAMES[name]:
-        assert offered in message.split(";")[-1]
+        assert offered in message
 
 
 BAD_SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {  # name of a model, settings, a part of the message
-    "size not divisible": ("ViT-B/16", {"image_size": 225}, "nearest: 224 or 240"),
-    "size below a patch": ("ViT-B/16", {"image_size": 15}, "nearest: 16"),
-    "hybrid's size": ("R50x1+ViT-B/16", {"image_size": 100}, "nearest: 96 or 112"),
+    "size not divisible": ("ViT-B/16", {"image_size": 225}, "224 or 240, or a patch size that divides 225"),
+    "size below a patch": ("ViT-B/16", {"image_size": 15}, "use image size 16"),
+    "hybrid's size": ("R50x1+ViT-B/16", {"image_size": 100}, "use image size 96 or 112"),
+    "a side not divisible": ("ViT-B/16", {"image_size": (32, 40)}, "use image width 32 or 48"),
     "size of zero": ("ViT-B/16", {"image_size": 0}, "image_size"),
     "three sizes": ("ViT-B/16", {"image_size": (224, 224, 3)}, "(height, width)"),
     "a fractional size": ("ViT-B/16", {"image_size": 224.0}, "224.0"),
-    "heads": ("ViT-B/16", {"heads": 11}, "nearest: 6, 8, 12"),
+    "heads": ("ViT-B/16", {"heads": 11}, "use heads 6, 8 or 12, or width 770"),
     "no heads": ("ViT-B/16", {"heads": 0}, "heads"),
     "fractional depth": ("ViT-B/16", {"depth": 1.5}, "depth"),
     "dropout of one": ("ViT-B/16", {"dropout": 1.0}, "dropout"),
@@ -71,11 +72,11 @@ BAD_SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {  # name of a model,
     "pool token without a class token": ("ViT-B/16", {"class_token": False}, "average"),
     "distillation with average": ("ViT-B/16", {"distillation": True, "pool": "average"}, "token"),
     "no table to add": ("ViT-B/16", {"posemb": "none", "posemb_at": "every"}, "stem"),
-    "axial with a class token": ("Axial-ViT-B/16", {"class_token": True}, "class_token=False"),
+    "axial with a class token": ("Axial-ViT-B/16", {"class_token": True}, "class_token off"),
     "post-norm with fc_norm": ("ViT-B/16", {"norm": "post", "norm_pooled": True}, "norm_pooled"),
     "sincos2d": ("ViT-B/16", {"width": 66, "heads": 3, "posemb": "sincos2d"}, "divisible by 4"),
     "two means": ("ViT-B/16", {"mean": (0.5, 0.5)}, "3 channels"),
-    "a std of zero": ("ViT-B/16", {"std": (0.5, 0.0, 0.5)}, "std"),
+    "a std of zero": ("ViT-B/16", {"std": (0.5, 0.0, 0.5)}, "std must be above 0, got 0.0"),
     "five stages": ("BiT-R50x1", {"blocks": (1, 1, 1, 1, 1)}, "4 stages"),
     "a stem with other channels": ("R50x1+ViT-B/16", {"stem": ResNetConfig(blocks=(1,), channels=1)}, "channels"),
 }

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,14 @@ def test_pack_splits_into_shards(
     assert shards == [f"train-{number:05}.tar" for number in range(count)]
     made = open_source(str(tmp_path / "out"))
     assert [made.read(i) for i in range(30)] == [jpeg(i) for i in range(30)]
+
+
+def test_pack_says_how_much_it_wrote_and_what_it_left_out(
+    mixed: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = run(capsys, "data", "pack", mixed, "out", "--side", "64")[1]
+    assert re.match(r"packed 7 images \([\d.]+ KiB\) into out/; 1 unreadable image left out", line)
 
 
 def test_images_too_large_for_a_jpeg_are_left_out(tmp_path: Path) -> None:

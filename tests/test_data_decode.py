@@ -120,6 +120,20 @@ def test_an_invalid_exif_block_means_upright(block: bytes) -> None:
     assert get_image_size(data) == (40, 56)
 
 
+@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+def test_a_damaged_exif_block_of_other_formats_means_upright(form: str) -> None:
+    """The pixels are intact."""
+    image = photo(40, 56)
+    for block in (
+        b"garbage",
+        b"II*\0\xff\xff\xff\xff",
+        b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\xff\xff\xff\xff\x06\0\0\0",
+    ):
+        data = encode(image, form, exif=b"Exif\0\0" + block, lossless=True)
+        assert np.array_equal(decode(data), np.asarray(image))
+        assert get_image_size(data) == (40, 56)
+
+
 # Scaled JPEGs ---------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from shell import Capture, run
 
 from plainvit.config import Config
 from plainvit.data import tables
-from plainvit.data.content_hash import content_numbers
+from plainvit.data.content_hash import hash_to_unit_interval
 from plainvit.data.decode import DataError
 from plainvit.data.pack import pack
 from plainvit.data.sources import Source, open_source
@@ -111,7 +111,7 @@ def test_tables_hold_out_the_same_images_on_every_machine(tmp_path: Path, monkey
 def test_files_are_told_apart_by_both_ends_and_their_size(tmp_path: Path) -> None:
     body = bytes(20_000)
     files = {"a/1.png": body, "a/2.png": body + b"\0", "a/3.png": b"x" + body[1:], "a/4.png": body[1:] + b"x"}
-    numbers = content_numbers(open_source(str(plant(tmp_path, files | {"a/5.png": body}))))
+    numbers = hash_to_unit_interval(open_source(str(plant(tmp_path, files | {"a/5.png": body}))))
     assert len(set(numbers.tolist())) == 4
     assert numbers[0] == numbers[4]
 

@@ -47,10 +47,10 @@ class Probe:
 def test_the_result_of_the_probe_is_cached_per_cpu(cpuinfo: Path, tmp_path: Path, signal: str) -> None:
     probe = Probe(tmp_path, DIES.format(name=signal) if signal else "")
     for _ in range(2):
-        assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is bool(signal)
+        assert device.crashes_in_bf16(cpuinfo, probe.code, tmp_path / "cache") is bool(signal)
     assert probe.runs == 1  # the second answer came from the cache
     cpuinfo.write_text(cpuinfo.read_text().replace("amx_tile", "amx_tile amx_int8"))
-    assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is bool(signal)
+    assert device.crashes_in_bf16(cpuinfo, probe.code, tmp_path / "cache") is bool(signal)
     assert probe.runs == 2
 
 
@@ -59,7 +59,7 @@ def test_another_failure_of_the_probe_is_not_cached(cpuinfo: Path, tmp_path: Pat
     """No torch, or no memory: not caused by the CPU, so the next call probes again."""
     probe = Probe(tmp_path, code)
     for _ in range(2):
-        assert device.cpu_bf16_kills(cpuinfo, probe.code, tmp_path / "cache") is False
+        assert device.crashes_in_bf16(cpuinfo, probe.code, tmp_path / "cache") is False
     assert probe.runs == 2
 
 
@@ -69,17 +69,17 @@ def test_a_cpu_without_amx_is_not_probed(tmp_path: Path, flags: str) -> None:
     file.write_text(f"processor\t: 0\n{flags}")
     probe = Probe(tmp_path, DIES.format(name="SIGILL"))
     for path in (file, tmp_path / "absent"):
-        assert device.cpu_bf16_kills(path, probe.code, tmp_path / "cache") is False
+        assert device.crashes_in_bf16(path, probe.code, tmp_path / "cache") is False
     assert probe.runs == 0
 
 
 @pytest.mark.parametrize("broken", ["", "[]", '{"other": 1}'])
 def test_a_damaged_cache_is_rewritten(cpuinfo: Path, tmp_path: Path, broken: str) -> None:
     probe, cache = Probe(tmp_path, DIES.format(name="SIGILL")), tmp_path / "cache"
-    assert device.cpu_bf16_kills(cpuinfo, probe.code, cache)
+    assert device.crashes_in_bf16(cpuinfo, probe.code, cache)
     (file,) = cache.iterdir()
     file.write_text(broken)
-    assert device.cpu_bf16_kills(cpuinfo, probe.code, cache)
+    assert device.crashes_in_bf16(cpuinfo, probe.code, cache)
     assert json.loads(file.read_text()) == {"crash": "SIGILL"}
     assert list(cache.iterdir()) == [file]  # no temporary files are left
 
@@ -88,7 +88,7 @@ def test_the_probe_runs_with_amx_enabled(cpuinfo: Path, tmp_path: Path, monkeypa
     """With AMX disabled the probe would never crash."""
     monkeypatch.setenv(device.ISA_VARIABLE, device.ISA_BELOW_AMX)
     probe = f"import os, signal; os.environ.get({device.ISA_VARIABLE!r}) or os.kill(os.getpid(), signal.SIGILL)"
-    assert device.cpu_bf16_kills(cpuinfo, probe, tmp_path / "cache") is True
+    assert device.crashes_in_bf16(cpuinfo, probe, tmp_path / "cache") is True
 
 
 # bf16 against fp32 ----------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_the_environment_is_set_before_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only on a CPU where bf16 crashes, and only on a busy machine."""
-    monkeypatch.setattr(device, "cpu_bf16_kills", lambda: kills)
+    monkeypatch.setattr(device, "crashes_in_bf16", lambda: kills)
     monkeypatch.setattr(device, "is_busy", lambda: busy)
     variables = (device.ISA_VARIABLE, device.WAIT_VARIABLE)
     for name in variables:
@@ -216,7 +216,7 @@ plainvit.create
 @pytest.fixture
 def bf16_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if torch had been loaded before AMX could be disabled, on a CPU where bf16 crashes."""
-    monkeypatch.setattr(device, "cpu_bf16_refused", lambda: True)
+    monkeypatch.setattr(device, "is_cpu_bf16_unsafe", lambda: True)
 
 
 @pytest.mark.usefixtures("bf16_crashes")

@@ -63,7 +63,7 @@ def test_the_calibration_error_equals_that_of_scikit_learns_bins() -> None:
 
     _, _, result = scores()
     result.probabilities[:6] = np.array([1 / 15, 2 / 15, 1.0, 0.2, 1 / 3, 0.0])  # some of them edges of bins
-    accuracy, sure = calibration_curve(result.right, result.probabilities, n_bins=15, strategy="uniform")
+    accuracy, sure = calibration_curve(result.correct, result.probabilities, n_bins=15, strategy="uniform")
     edges = np.linspace(0, 1, 16)
     counts = np.bincount(np.searchsorted(edges[1:-1], result.probabilities), minlength=15)
     weights = counts[counts > 0] / len(result.labels)
@@ -82,7 +82,7 @@ def test_counts_are_the_same_for_any_batch(batch: int) -> None:
     logits = predictor.logits(predictor.stack(source.image(index) for index in range(len(source))))
     assert len(result.labels) == len(source)
     assert result.index.tolist() == list(range(len(source)))
-    assert int(result.right.sum()) == int((logits.argmax(1).numpy() == source.labels).sum())
+    assert int(result.correct.sum()) == int((logits.argmax(1).numpy() == source.labels).sum())
 
 
 def work(model: Path, out: Path, rank: int, size: int, port: int, batch: int) -> None:
@@ -166,7 +166,7 @@ def test_a_run_is_evaluated_on_its_held_out_images(
     done = evaluated(run.folder, Path("photos"), tmp_path / "own")
     assert "3 that the run held out" in caplog.text
     assert len(done.result.index) == 3
-    assert done.card.metrics["top1"] == pytest.approx(run.numbers["val"]["top1"])
+    assert done.card.metrics["top1"] == pytest.approx(run.metrics["val"]["top1"])
     evaluated(run.folder, Path("photos"), tmp_path / "train", split="train")
     assert "trained on these images" in caplog.text
     subject = gather(Predictor(run.folder, device="cpu"), "photos", "", "", 128, run.folder)

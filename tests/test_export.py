@@ -205,7 +205,7 @@ def test_bench_measures_every_format_and_the_accuracy(tmp_path: Path) -> None:
     rows = measure(predictor, ["torch", "onnx", "onnx int8"], [1, 4], photos, 0.1)
     assert [(row.format, row.batch) for row in rows] == [(f, b) for f in ("torch", "onnx", "onnx int8") for b in (1, 4)]
     assert all(0 < row.p50_ms <= row.p99_ms and 50 < row.memory_mb < len(held) / 1e6 for row in rows)
-    right = predictor.logits(photos.images).argmax(1).numpy()[:, None] == photos.right
+    right = predictor.logits(photos.images).argmax(1).numpy()[:, None] == photos.targets
     assert rows[0].top1 == rows[2].top1 == right.any(1).mean()
 
 

@@ -62,14 +62,14 @@ def test_error_is_that_of_pytorch_in_bf16(ours: Any, form: str) -> None:
 @pytest.mark.parametrize("tanh", [False, True])
 def test_gelu_linear_and_its_gradients_are_close_to_float64(tanh: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"x": (3, 5, 24), "weight": (7, 24), "bias": (7,), "before": (24,)}
+    shapes = {"x": (3, 5, 24), "weight": (7, 24), "bias": (7,), "hidden_bias": (24,)}
     given = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
     x, grad = given["x"], torch.randn(3, 5, 7, generator=generator)
     actual = gelu_linear(**given, tanh=tanh)
     wide = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
-    without = wide["x"] - wide["before"].detach()
+    without = wide["x"] - wide["hidden_bias"].detach()
     right = F.linear(
-        F.gelu(without + wide["before"], approximate="tanh" if tanh else "none"), wide["weight"], wide["bias"]
+        F.gelu(without + wide["hidden_bias"], approximate="tanh" if tanh else "none"), wide["weight"], wide["bias"]
     )
     torch.testing.assert_close(actual.double(), right, rtol=0, atol=2e-5)
     mine = torch.autograd.grad(actual, list(given.values()), grad)

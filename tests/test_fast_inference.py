@@ -86,7 +86,7 @@ def test_bf16_is_tried_only_on_cpus_where_it_is_faster(
     supported: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inference.device, "measure_cpu", lambda: CpuSpeed(2.0, 1.0 if supported else 5.0))
-    monkeypatch.setattr(inference.device, "cpu_bf16_refused", lambda: refused)
+    monkeypatch.setattr(inference.device, "is_cpu_bf16_unsafe", lambda: refused)
     tried = any(way.precision == "bf16" for way in inference.list_choices(CPU))
     assert tried == (supported and not refused)
 

@@ -18,7 +18,7 @@ from plainvit.config import Augment, Config, Optim, ResNetConfig, ViTConfig
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.data.splits import open_splits
-from plainvit.evaluate.card import read_card, settings_of
+from plainvit.evaluate.card import read_card, read_run_settings
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
 from plainvit.runtime.folder import metrics
@@ -133,24 +133,24 @@ def test_the_better_model_on_held_out_images_is_final(
 
     monkeypatch.setattr(finalize, "choose_model", choose_planted)
     done = fit(config(weights, optim=Optim(lr=1e-2)), tmp_path, quiet=True)
-    assert done.numbers["final"] == final
-    assert done.numbers["chosen_on_val"] is True
+    assert done.metrics["final"] == final
+    assert done.metrics["chosen_on_val"] is True
     first, model = plainvit.load(tmp_path / "first").state_dict(), plainvit.load(tmp_path).state_dict()
     assert all(torch.equal(first[name], model[name]) for name in first) == (final == "first")
-    assert len(list(finalize.describe_choice(done.numbers))) == 1
+    assert len(list(finalize.describe_choice(done.metrics))) == 1
 
 
 def test_without_held_out_images_the_trained_model_is_final(tmp_path: Path) -> None:
     weights = save_weights(VIT.replace(image_size=(8, 8)), tmp_path)
     done = fit(config(weights, data="digits:01", holdout=0.0), tmp_path / "run", quiet=True)
-    assert "final" not in done.numbers
+    assert "final" not in done.metrics
     assert "top1" not in read(tmp_path / "run", "first.json")
 
 
 def test_a_class_with_one_image_has_a_linear_head(weights: str, tmp_path: Path) -> None:
     photos = str(plant_classes(tmp_path / "photos", {"cat": 1, "dog": 1}))
     done = fit(config(weights, data=photos, holdout=0.0, batch=2, steps=1), tmp_path / "run", quiet=True)
-    assert done.numbers["steps"] == 1
+    assert done.metrics["steps"] == 1
 
 
 @pytest.mark.parametrize("changes", [{"objective": "masked"}, {"init": "", "model": VIT.replace(classes=0)}])
@@ -177,7 +177,8 @@ def test_the_length_of_a_run_follows_its_pace(monkeypatch: pytest.MonkeyPatch) -
         average=None,
         world=SimpleNamespace(sum=lambda tensor: tensor, size=1, device="cpu"),
     )
-    budget, told = TimeBudget(run), []
+    budget = TimeBudget(run)
+    told: list[str] = []
     display: Any = SimpleNamespace(print_line=told.append)
     lengths = []
     for step, seconds in ((2, 60.0), (4, 64.0), (8, 68.0), (30, 134.0), (50, 154.0), (60, 154.5), (500, 200.0)):
@@ -186,28 +187,44 @@ def test_the_length_of_a_run_follows_its_pace(monkeypatch: pytest.MonkeyPatch) -
         lengths.append(run.steps)
     # left at each pace: - (compiled), 296 s / 2, 292 s / 1, 226 s / 2 (mean of 1 and 3), 206 s / 1.5, ...
     assert lengths == [500, 152, 300, 143, 187, 325, 325]
-    assert len(told) == 5
+    assert [[number in line for number in ("500", "152", "187", "325")] for line in told] == [
+        [True, True, False, False],  # the first estimate; 300 and 143 are early or close to it
+        [False, False, True, False],
+        [False, False, False, True],
+    ]
     assert display.total == 325
+
+
+@pytest.mark.parametrize(("head", "warnings"), [("zero", 1), ("linear", 0)])
+def test_too_few_steps_are_reported_once_and_not_after_a_first_result(head: Any, warnings: int) -> None:
+    run: Any = StubRun(config=Config(steps=500, hours=0.1, head=head), progress=Progress(step=30), seconds=0.0)
+    budget, told = TimeBudget(run), []
+    budget.first, budget.pace = 0, 1.0
+    for steps in (40, 30, 20):
+        told.append(budget.describe_change(steps))
+        run.progress.length = steps
+    assert all(told)
+    assert sum("too few" in line for line in told) == warnings
 
 
 def test_a_run_that_is_out_of_time_ends_at_once(weights: str, tmp_path: Path) -> None:
     """After the first steps that it times, with an evaluation and final weights."""
     done = fit(config(weights, hours=1e-6, steps=100), tmp_path, quiet=True)
-    assert (done.numbers["steps"], done.numbers["steps_asked"]) == (4, 100)
+    assert (done.metrics["steps"], done.metrics["steps_planned"]) == (4, 100)
     assert read(tmp_path, "status.json")["steps"] == 4
-    assert settings_of(tmp_path, read_card(tmp_path))["steps"] == 4  # what `plainvit compare` shows
+    assert read_run_settings(tmp_path, read_card(tmp_path))["steps"] == 4  # what `plainvit compare` shows
     assert [line["step"] for line in metrics(tmp_path) if "val" in line] == [0, 4]
 
 
 @pytest.mark.parametrize("steps", [1, 9])
 def test_a_short_run_does_not_start_at_rate_zero(steps: int) -> None:
     assert learning_rate(Optim(lr=1.0, warmup=0.1), 0, steps) == 1.0
-    assert learning_rate(Optim(lr=1.0, warmup=100), 0, steps, asked=1000) == 1.0
+    assert learning_rate(Optim(lr=1.0, warmup=100), 0, steps, planned=1000) == 1.0
 
 
 def test_warm_up_in_steps_shrinks_with_the_run() -> None:
     optim = Optim(lr=1.0, warmup=100, cooldown=50, schedule="constant")
-    short = [learning_rate(optim, step, 100, asked=1000) for step in range(100)]
+    short = [learning_rate(optim, step, 100, planned=1000) for step in range(100)]
     assert short == [min(1, step / 10, (100 - step) / 5) for step in range(100)]
 
 
@@ -276,7 +293,7 @@ def test_training_is_skipped_if_it_cannot_be_better(weights: str, tmp_path: Path
         plant(tmp_path / "photos", {f"{name}/{i}.png": encode(noise(16, 16, i) // 5 + level) for i in range(12)})
     photos = config(weights, data=str(tmp_path / "photos"), holdout=0.25)
     fitted = fit(photos, tmp_path / "run", quiet=True)
-    assert (fitted.numbers["steps"], fitted.numbers["final"]) == (0, "first")
-    assert fitted.numbers["val"]["top1"] == 1.0
+    assert (fitted.metrics["steps"], fitted.metrics["final"]) == (0, "first")
+    assert fitted.metrics["val"]["top1"] == 1.0
     assert read(tmp_path / "run", "status.json")["state"] == "done"
-    assert fit(photos, tmp_path / "run", quiet=True).numbers == fitted.numbers  # nothing to do
+    assert fit(photos, tmp_path / "run", quiet=True).metrics == fitted.metrics  # nothing to do

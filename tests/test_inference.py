@@ -168,7 +168,7 @@ def test_patience_never_takes_the_weights_of_a_non_finite_validation(
     fail_validations(monkeypatch, {2, 3})
     done = fit(runs.config(steps=12, evaluations=4, patience=2), tmp_path, quiet=True)
     assert [line["step"] for line in metrics(tmp_path) if "val" in line] == [3, 6, 9]  # two that are no better
-    assert done.numbers["val"]["top1"] == metrics_at(tmp_path, 3)["top1"]
+    assert done.metrics["val"]["top1"] == metrics_at(tmp_path, 3)["top1"]
 
 
 def metrics_at(folder: Path, step: int) -> dict[str, float]:

@@ -4,16 +4,19 @@ import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
-from pictures import plant, plant_classes, png, real_data
+from pictures import encode, plant, plant_classes, png, real_data
 from shell import Capture, evaluate_to, save_model
 from torch import Tensor, nn
 
+import plainvit
+from plainvit.analyse.evaluation import evaluate_model
 from plainvit.config import About, Preprocess
 from plainvit.data.decode import DataError
 from plainvit.data.imagenet import class_names, wordnet_ids
@@ -22,6 +25,7 @@ from plainvit.data.sources import Source, Subset, open_source
 from plainvit.evaluate.class_names import match_classes, read_class_names
 from plainvit.evaluate.classify import EvaluationSet, classify
 from plainvit.evaluate.labels import align
+from plainvit.evaluate.permuted_labels import find_permutation
 from plainvit.evaluate.predictor import Predictor
 
 pytestmark = pytest.mark.usefixtures("no_report")
@@ -85,7 +89,7 @@ def test_real_equals_a_direct_count() -> None:
     evaluation_set = EvaluationSet(labels.source, (1, 1), Preprocess(), batch=1000)
     result = classify(Predictor(PixelModel(1000), device="cpu"), evaluation_set, labels)
     right = [guesses[number] in lists[number] for number in order if lists[number]]
-    assert result.right.tolist() == right
+    assert result.correct.tolist() == right
     assert labels.left_out == 5000 - len(right) > 0
     # The probability of the correct classes is the sum of theirs
     first = next(number for number in order if lists[number])
@@ -108,9 +112,9 @@ def test_real_needs_the_official_names(tmp_path: Path, caplog: pytest.LogCapture
         with pytest.raises(DataError, match="ILSVRC2012_val_00000001"):
             align(source, 1000, data_root=tmp_path)
     source = Pixels(np.zeros(1), ["a/ILSVRC2012_val_00050000.JPEG"], np.zeros(1), source.classes)
-    assert align(source, 1000, class_names(), data_root=tmp_path).right.tolist() == [[0]]
+    assert align(source, 1000, class_names(), data_root=tmp_path).targets.tolist() == [[0]]
     assert not caplog.records
-    assert align(source, 1000, tuple(reversed(class_names())), data_root=tmp_path).right.tolist() == [[0]]
+    assert align(source, 1000, tuple(reversed(class_names())), data_root=tmp_path).targets.tolist() == [[0]]
     assert "not ImageNet's" in caplog.text
     source = Pixels(np.zeros(2), ["a/ILSVRC2012_val_00000007.JPEG"] * 2, np.zeros(2), source.classes)
     with pytest.raises(DataError, match="same number"):
@@ -144,7 +148,7 @@ def test_subsets_of_imagenet_are_scored_among_their_classes(name: str, tmp_path:
     result = classify(predictor, EvaluationSet(labels.source, predictor.size, predictor.preprocess), labels)
     wnids = wordnet_ids()
     allowed = [int(one) if one.isdecimal() else wnids.index(one) for one in every]  # columns, in the folders' order
-    for at, (predicted, right) in enumerate(zip(result.predictions[:, 0], result.right, strict=True)):
+    for at, (predicted, right) in enumerate(zip(result.predictions[:, 0], result.correct, strict=True)):
         logits = predictor.logits(predictor.stack([labels.source.read(at)]))[0]
         best = max(allowed, key=lambda column: float(logits[column]))
         assert best == (predicted if name == "imagenet-v2" else wnids.index(sorted(every)[predicted]))
@@ -225,7 +229,7 @@ def test_classes_in_another_order_are_scored_by_name(tmp_path: Path) -> None:
     predicted = model.logits(model.stack(source.image(index) for index in range(25))).argmax(1).tolist()
     assert [source.classes[one] for one in result.predictions[:, 0]] == [shuffled[one] for one in predicted]
     assert len(set(predicted)) > 1
-    assert result.right.tolist() == [
+    assert result.correct.tolist() == [
         shuffled[one] == ANIMALS[label] for one, label in zip(predicted, source.labels, strict=True)
     ]
 
@@ -238,12 +242,12 @@ def test_published_weights_know_the_names_of_real_photos(caplog: pytest.LogCaptu
     labels = align(source, predictor.classes, predictor.class_names)
     paths = [image["path"] for image in pq.read_table(root / "imagenet-photos")["image"].to_pylist()]
     truth = [wordnet_ids().index(path.partition("_")[0]) for path in paths]  # n01675722_banded_gecko.JPEG
-    assert labels.right[:, 0].tolist() == truth
+    assert labels.targets[:, 0].tolist() == truth
     assert "ImageNet-1k's are used" in caplog.text
     result = classify(
         predictor, EvaluationSet(Subset(source, np.arange(8)), predictor.size, predictor.preprocess), labels
     )
-    assert result.right.sum() > 5
+    assert result.correct.sum() > 5
 
 
 # Names from a file ----------------------------------------------------------------------------------------------------
@@ -283,3 +287,63 @@ def test_class_names_of_a_file_replace_the_models(tmp_path: Path, capsys: Captur
         counts.append(evaluate_to(capsys, tmp_path / "out", *words)[0]["counts"]["top1"])
     assert sum(counts) == 8
     assert Predictor(model, class_names=tmp_path / "names.txt").class_names == ("bee", "ant")
+
+
+# Permuted labels ------------------------------------------------------------------------------------------------------
+
+
+def make_predictions(top1: float, classes: int, count: int, permutation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and predictions that are permuted, `top1` of them in one way and the others at random."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(classes), count)
+    guessed = rng.integers(0, classes, len(labels))
+    return labels, np.where(rng.random(len(labels)) < top1, permutation[labels], guessed)
+
+
+def test_permuted_labels_are_found_with_their_mapping() -> None:
+    permutation = np.roll(np.arange(1000), 1)
+    labels, predicted = make_predictions(0.8, 1000, 6, permutation)
+    found = find_permutation(labels, predicted)
+    assert found is not None
+    assert found.accuracy == pytest.approx(0.8, abs=0.05)
+    assert np.mean([permutation[label] == prediction for label, prediction in found.mapping.items()]) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("top1", "classes", "count", "kind"),
+    [
+        (0.8, 1000, 6, "identity"),
+        (0.1, 10, 30, "identity"),
+        (0.0, 1000, 6, "shifted"),  # random predictions
+        (0.4, 10, 30, "shifted"),
+        (1.0, 1000, 1, "shifted"),  # one image of each class proves nothing
+        (1.0, 10, 30, "swapped"),  # two of ten
+        (0.0, 2, 40, "shifted"),
+    ],
+)
+def test_other_errors_are_not_called_permuted(top1: float, classes: int, count: int, kind: str) -> None:
+    permutation = np.arange(classes)
+    if kind == "shifted":
+        permutation = np.roll(permutation, 1)
+    elif kind == "swapped":
+        permutation[:2] = 1, 0
+    assert find_permutation(*make_predictions(top1, classes, count, permutation)) is None
+
+
+def test_evaluate_warns_of_permuted_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that is right about four shades of gray, evaluated on renamed folders."""
+    names, renamed = ("black", "dark", "light", "white"), ("dark", "light", "white", "black")
+    images = [np.full((16, 16, 3), 80 * at, np.uint8) for at in range(4)]
+    predictor = Predictor(save_model(tmp_path / "model.safetensors", names, classes=4), device="cpu")
+    head: Any = predictor.model.head
+    features = torch.cat((predictor.features(images), torch.ones(4, 1)), 1)  # [4, D + 1]
+    solved = torch.linalg.lstsq(features, 20 * torch.eye(4)).solution
+    head.weight.data, head.bias.data = solved[:-1].T.contiguous(), solved[-1]
+    model = plainvit.save(predictor.model, tmp_path / "model.safetensors")
+    for folder, classes in (("right", names), ("wrong", renamed)):
+        plant(tmp_path / folder, {f"{classes[at % 4]}/{at}.png": encode(images[at % 4]) for at in range(24)})
+        done = evaluate_model(model, str(tmp_path / folder), out=tmp_path / "out", device="cpu", quiet=True)
+        assert done
+        assert done.card.metrics["top1"] == (folder == "right")
+        assert ("permuted" in caplog.text) == (folder == "wrong")
+    assert "'black' -> 'white'" in caplog.text

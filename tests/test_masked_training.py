@@ -60,9 +60,9 @@ def test_validation_is_the_loss_on_the_same_masks(kind: str, tmp_path: Path) -> 
     assert len(validations) == 3
     assert all(set(one) == ({"loss", "accuracy"} if colors else {"loss"}) for one in validations)
     assert all(("accuracy" in line) == colors for line in lines if "lr" in line)
-    result = done.numbers["val"]
+    result = done.metrics["val"]
     assert result["loss"] == pytest.approx(validations[-1]["loss"], rel=1e-6)
-    assert "test" not in done.numbers
+    assert "test" not in done.metrics
     assert sorted(path.name for path in (tmp_path / "run/figures").iterdir()) == [
         f"masked-{step:07d}.png" for step in (4, 8, 12)
     ]
@@ -74,7 +74,7 @@ def test_masked_prediction_learns(kind: str, most: float, tmp_path: Path) -> Non
     """Flat patches of a known color are easily predicted from their neighbors; a constant has log(512), or 1."""
     done = fit(config(kind, steps=60, evaluations=2, optim=Optim(lr=1e-2, warmup=0.1)), tmp_path, quiet=True)
     first = next(line["val"]["loss"] for line in metrics(tmp_path) if "val" in line)
-    assert done.numbers["val"]["loss"] < min(first, most)
+    assert done.metrics["val"]["loss"] < min(first, most)
 
 
 @quick
@@ -94,7 +94,7 @@ def test_the_result_is_a_plain_vit_to_fine_tune(tmp_path: Path) -> None:
             assert torch.equal(run.objective.model.state_dict()[name], weight), name
         done = fit(tuned, tmp_path / f"tuned{model is None}", quiet=True)
         assert done.model.config.classes == 3
-        assert "top1" in done.numbers["val"]
+        assert "top1" in done.metrics["val"]
 
 
 # The report -----------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_a_loss_of_ones_own_trains_as_the_same_loss_here(tmp_path: Path, capsys:
     own = tmp_path / "my.py"
     own.write_text("def mine(logits, targets):\n    return -(targets * logits.float().log_softmax(-1)).sum(-1)\n")
     numbers = [
-        fit(small_runs.config(loss=loss), tmp_path / str(i), quiet=True, bare=True).numbers["val"]["nll"]
+        fit(small_runs.config(loss=loss), tmp_path / str(i), quiet=True, bare=True).metrics["val"]["nll"]
         for i, loss in enumerate(("softmax", f"{own}:mine"))
     ]
     assert numbers[0] == numbers[1]

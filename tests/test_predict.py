@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +32,7 @@ from plainvit.analyse.figures import write_csv
 from plainvit.cli import main
 from plainvit.data.decode import decode
 from plainvit.data.sources import Source
+from plainvit.disk import DiskError, write_atomically
 from plainvit.evaluate import inputs
 from plainvit.evaluate.cluster import Cluster, ModelActor, Work, _size_cluster
 from plainvit.evaluate.predict import NON_FINITE, OutputBatches, PredictionJob, predict_locally, predict_rows, write
@@ -216,7 +218,7 @@ def test_a_model_without_a_head_can_only_embed(photos: Path, tmp_path: Path, cap
 
 
 def test_the_contact_sheet_shows_the_images(weights: Path, tmp_path: Path, capsys: Capture) -> None:
-    """For a run, the output includes its held-out accuracy."""
+    """For a run, the output includes its validation accuracy."""
     weights = Path(shutil.copy(weights, tmp_path / "model.safetensors"))
     plain = {f"{name}.png": encode(Image.new("RGB", (60, 60), name)) for name in ("red", "lime", "blue")}
     plant(tmp_path / "in", {**plain, "zz.png": b"broken"})
@@ -230,7 +232,7 @@ def test_the_contact_sheet_shows_the_images(weights: Path, tmp_path: Path, capsy
         printed = out.replace("\n", "").replace(" ", "")
         assert printed.endswith(f"contactsheet:{tmp_path / 'sheet.png'}")
         assert ("1 of 4" in err) == (not extra)
-        assert ("14of36held-outimages" in printed) == bool(extra)  # once there are results
+        assert ("14of36validationimages" in printed) == bool(extra)  # once there are results
         (tmp_path / "results.json").write_text(json.dumps({"val": {"images": 36, "top1": 14 / 36}}))
 
 
@@ -342,6 +344,46 @@ def test_parts_of_another_job_need_force(predictor: Predictor, weights: Path, ph
     summary, _ = write(PredictionJob(predictor, 2), more, out, part=4, force=True)
     assert (summary.images, summary.resumed) == (8, 0)
     assert list_files(tmp_path) == ["photos", "r.csv"]
+
+
+def test_a_file_written_meanwhile_is_not_replaced(predictor: Predictor, photos: Path, tmp_path: Path) -> None:
+    out, source = tmp_path / "r.jsonl", inputs.find([str(photos)])
+    job = PredictionJob(predictor, 1)
+
+    def interfere(*arguments: Any) -> OutputBatches:
+        yield from predict_locally(*arguments)
+        out.write_text("another's")
+
+    with pytest.raises(ValueError, match="--force"):
+        write(job, source, out, engine=interfere)
+    assert out.read_text() == "another's"
+    summary, _ = write(job, source, out, force=True)
+    assert summary.resumed == len(out.read_text().splitlines()) == 7, "the finished parts were kept"
+
+
+def test_an_output_that_cannot_be_written_is_named_as_it_was_given(predictor: Predictor, photos: Path) -> None:
+    with pytest.raises(DiskError, match=r"cannot write /proc/r\.jsonl: "):
+        write(PredictionJob(predictor, 1), inputs.find([str(photos)]), Path("/proc/r.jsonl"))
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_a_file_written_in_the_last_moment_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard_links: bool
+) -> None:
+    """Also on a file system without hard links."""
+    if not hard_links:
+        monkeypatch.setattr("os.link", Mock(side_effect=PermissionError))
+
+    def write_both(temporary: Path) -> None:
+        temporary.write_text("new")
+        (tmp_path / "taken").write_text("another's")
+
+    with pytest.raises(FileExistsError):
+        write_atomically(tmp_path / "taken", write_both, overwrite=False)
+    assert (tmp_path / "taken").read_text() == "another's"
+    write_atomically(tmp_path / "free", lambda temporary: temporary.write_text("new"), overwrite=False)
+    assert (tmp_path / "free").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["free", "taken"]
 
 
 # Ray ------------------------------------------------------------------------------------------------------------------

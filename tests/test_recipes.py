@@ -36,7 +36,7 @@ from plainvit.data.summary import summarize
 from plainvit.data.transforms import NUM_UNIFORMS, crop_boxes
 from plainvit.names import configure
 from plainvit.planning.cost import training_exaflops
-from plainvit.recipes import about, choose_recipe, list_recipes, masked, recipe, starters
+from plainvit.recipes import choose_recipe, list_recipes, masked, read_docstring, recipe, starters
 from plainvit.train.transfer import resolve
 
 NAMES = list_recipes()
@@ -225,7 +225,7 @@ def structure(model: Model) -> tuple[Any, ...]:
 def test_a_recipe_has_the_settings_of_its_paper(table: str, name: str) -> None:
     shared, columns, rows = TABLES[table]
     config, settings = recipe(name), shared | dict(zip(columns, rows[name], strict=True))
-    assert settings.pop("expected") in about(name)["expected"]
+    assert settings.pop("expected") in read_docstring(name)["expected"]
     for setting, value in settings.items():
         if setting == "shape":
             assert config.model is not None
@@ -294,7 +294,7 @@ def test_every_recipe_is_a_config_that_survives_json(name: str) -> None:
 
 @every_recipe
 def test_every_docstring_has_the_expected_result(name: str) -> None:
-    said = about(name)
+    said = read_docstring(name)
     assert list(said) == ["name", "summary", "source", "command", "expected", "cost"]
     assert said["name"] == name
     assert all(said.values())
@@ -309,9 +309,9 @@ def test_every_docstring_has_the_expected_result(name: str) -> None:
 CLASSES_AND_IMAGES = {JFT: (18_000, 303e6), I21K: (21_843, 14_197_122), I1K: (1000, 1_281_167)}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "exaFLOPs" in about(name)["cost"]])
+@pytest.mark.parametrize("name", [name for name in NAMES if "exaFLOPs" in read_docstring(name)["cost"]])
 def test_costs_are_those_of_the_arithmetic(name: str) -> None:
-    config, said = recipe(name), about(name)["cost"]
+    config, said = recipe(name), read_docstring(name)["cost"]
     classes, images = CLASSES_AND_IMAGES.get(config.data, (100, 0))
     model = config.model
     if model is None:  # the line names a model; a dataset of your own has 100 classes
@@ -387,7 +387,7 @@ def test_a_recipe_in_your_own_file(mine: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(mine.parent)
     assert recipe("mine.py:short").recipe == "mine.py:short"
     assert recipe("mine.py:ten").steps == 10
-    said = about("mine.py:short")
+    said = read_docstring("mine.py:short")
     assert (said["summary"], said["expected"], said["cost"]) == ("A short run.", "little", "")
 
 

@@ -20,7 +20,7 @@ from plainvit.analyse import curves, figures
 from plainvit.analyse.confusion import draw_confusion, find_frequent_confusions
 from plainvit.analyse.evaluation_report import draw_calibration
 from plainvit.analyse.gallery import Cell, Sample, draw_cells, truncate
-from plainvit.analyse.page import Html, element, embed_image, make_section, render_page
+from plainvit.analyse.html import Html, element, embed_image, make_section, render_page
 from plainvit.analyse.report import write_report
 from plainvit.config import Config, Optim, ViTConfig, to_json
 from plainvit.evaluate.statistics import describe_confidence
@@ -206,7 +206,7 @@ PASSAGES: dict[str, tuple[dict[str, Any], str]] = {
         "This run diverged at step 12 of 1,000: loss is not finite.",
     ),
     "limited by hours": (
-        {"results": {"steps": 40, "steps_asked": 200}, "config": {"hours": 0.1}, "metrics": steps(40)},
+        {"results": {"steps": 40, "steps_planned": 200}, "config": {"hours": 0.1}, "metrics": steps(40)},
         "steps 40 of 200: limited by --hours 0.1",
     ),
     "first result": (

@@ -175,7 +175,7 @@ def test_resize_keeps_mode_dtype_frozen_weights_and_the_old_model(training: bool
     ("words", "call"),
     [
         ("bicubik.*nearest: bicubic", lambda: resize(tiny.vit(), 64, method="bicubik")),
-        ("nearest: 24 or 32", lambda: resize(tiny.vit(), (30, 40))),
+        ("use image height 24 or 32", lambda: resize(tiny.vit(), (30, 40))),
         ("image_size", lambda: resize(tiny.vit(), 0)),
         ("15 positions", lambda: resample_table(random_table((3, 5)), (4, 4), (5, 5))),
         ("bicubik", lambda: resample_table(random_table((3, 5)), (3, 5), (5, 5), "bicubik")),

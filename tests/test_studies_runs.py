@@ -58,7 +58,7 @@ def test_parallel_runs_equal_single_runs(tmp_path: Path, compiled: str) -> None:
                 workers.start(waiting.pop())
     for job in jobs:
         assert "test" not in read_json(job.folder / "results.json")
-        alone = fit(job.config, tmp_path / "alone" / job.run, quiet=True).numbers
+        alone = fit(job.config, tmp_path / "alone" / job.run, quiet=True).metrics
         assert found[job.run] == pytest.approx(alone["val"]["nll"], rel=1e-6)
 
 

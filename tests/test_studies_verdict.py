@@ -7,7 +7,17 @@ import pytest
 from scipy import stats
 
 from plainvit.studies import verdict
-from plainvit.studies.verdict import Criterion, Estimate, above, contrast, decide, fact, holm, welch, within
+from plainvit.studies.verdict import (
+    Criterion,
+    Estimate,
+    contrast,
+    decide,
+    fact,
+    holm,
+    require_above,
+    require_within,
+    welch,
+)
 
 
 def draw_samples(*sizes: int) -> list[list[float]]:
@@ -46,7 +56,7 @@ def test_student_is_scipys(df: float) -> None:
 
 def test_equivalence_is_two_one_sided_tests() -> None:
     first, second = draw_samples(5, 6)
-    part = within("", welch(first, second), 1.5)
+    part = require_within("", welch(first, second), 1.5)
     sides = [
         stats.ttest_ind(np.array(second) + shift, first, equal_var=False, alternative=side).pvalue
         for shift, side in ((1.5, "greater"), (-1.5, "less"))
@@ -89,28 +99,28 @@ def estimate(effect: float) -> Estimate:
     ],
 )
 def test_all_parts_must_hold(effects: tuple[float, ...], outcome: str) -> None:
-    assert decide([above("", estimate(effect)) for effect in effects]).outcome == outcome
+    assert decide([require_above("", estimate(effect)) for effect in effects]).outcome == outcome
 
 
 @pytest.mark.parametrize(
     ("part", "outcome"),
     [
-        (within("", estimate(0.0), 1.0), "supported"),
-        (within("", estimate(1.0), 1.0), "inconclusive"),
-        (within("", estimate(2.0), 1.0), "contradicted"),
-        (within("", estimate(-2.0), 1.0), "contradicted"),
+        (require_within("", estimate(0.0), 1.0), "supported"),
+        (require_within("", estimate(1.0), 1.0), "inconclusive"),
+        (require_within("", estimate(2.0), 1.0), "contradicted"),
+        (require_within("", estimate(-2.0), 1.0), "contradicted"),
         (fact("", 2.0, "> 1", True), "supported"),
         (fact("", 0.5, "> 1", False), "contradicted"),
         (fact("", 0.5, "> 1", False, against=False), "inconclusive"),
-        (above("", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0])), "inconclusive"),
+        (require_above("", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0])), "inconclusive"),
     ],
 )
 def test_a_part_decides_next_to_one_that_holds(part: Criterion, outcome: str) -> None:
-    assert decide([above("", estimate(1.0)), part]).outcome == outcome
+    assert decide([require_above("", estimate(1.0)), part]).outcome == outcome
 
 
 def test_fewer_than_three_runs_decide_nothing() -> None:
-    assert decide([above("", welch([0.0, 0.0], [1.0, 1.0]))], fewest=2).outcome == "inconclusive"
+    assert decide([require_above("", welch([0.0, 0.0], [1.0, 1.0]))], fewest=2).outcome == "inconclusive"
     with pytest.raises(ValueError, match="`criteria`"):
         decide([])
     one = welch([0.0], [1.0])
@@ -119,7 +129,7 @@ def test_fewer_than_three_runs_decide_nothing() -> None:
 
 
 def test_a_part_is_stored_with_effect_interval_and_runs() -> None:
-    verdict = decide([above("b - a", welch([0.5, 0.6, 0.7], [0.8, 0.9, 1.0]), unit="points")])
+    verdict = decide([require_above("b - a", welch([0.5, 0.6, 0.7], [0.8, 0.9, 1.0]), unit="points")])
     (part,) = verdict.criteria
     assert part["effect"] == pytest.approx(0.3)
     assert part["low"] < 0.3 < part["high"]

@@ -18,13 +18,13 @@ from shell import Capture, fail, run
 
 from plainvit.cli import main
 from plainvit.data.decode import DataError
-from plainvit.runtime.folder import finite
+from plainvit.runtime.folder import replace_non_finite
 from plainvit.studies import report
 from plainvit.studies.claims import read_claims
 from plainvit.studies.execute import Settings
 from plainvit.studies.registry import own_study, studies
 from plainvit.studies.study import Results
-from plainvit.studies.verdict import above, decide, fact, welch
+from plainvit.studies.verdict import decide, fact, require_above, welch
 
 COMMAND = Path(sys.executable).with_name("plainvit")
 DOCS = Path(__file__).parent.parent / "docs"
@@ -104,9 +104,20 @@ def test_the_outcome_rests_on_its_weakest_part(outcome: str, deciding: str) -> N
     assert report.find_deciding_criterion({"outcome": outcome, "parts": parts})["name"] == deciding
 
 
+def test_links_of_the_report_lead_to_its_folder(tmp_path: Path) -> None:
+    """Also where the folder is a link, and has spaces in its name."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "my studies").symlink_to(tmp_path / "elsewhere")
+    plant(tmp_path / "my studies", "positions", 1)
+    links = re.findall(r"\]\((?!https?:|#)(.*?)\)", report.write_report(tmp_path / "my studies").read_text())
+    assert links == ["my%20studies/positions/figure.png", "my%20studies/positions/verdict.json"]
+
+
 def test_numbers_that_are_nan_are_reported(tmp_path: Path) -> None:
-    verdict = decide([above("b - a", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0])), fact("f", math.nan, "1", False)])
-    plant(tmp_path, "positions", 1, verdict.outcome, parts=finite(verdict.criteria))
+    verdict = decide(
+        [require_above("b - a", welch([0.0, 0.1, 0.0], [1.0, math.nan, 1.0])), fact("f", math.nan, "1", False)]
+    )
+    plant(tmp_path, "positions", 1, verdict.outcome, parts=replace_non_finite(verdict.criteria))
     text = report.make_report(tmp_path)
     assert "| b - a | ? [?, ?] | > 0 | 6 | 1 | open |" in text
     assert "| f | ? | 1 |  | 0 | no |" in text

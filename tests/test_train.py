@@ -245,11 +245,11 @@ def test_results_are_those_of_the_final_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model.eval()(images)
     expected = float((logits.argmax(-1).numpy() == source.labels).mean())
-    assert done.numbers["test"]["top1"] == pytest.approx(expected)
+    assert done.metrics["test"]["top1"] == pytest.approx(expected)
     nll = F.cross_entropy(logits, torch.from_numpy(source.labels).long()).item()
-    assert done.numbers["test"]["nll"] == pytest.approx(nll, rel=1e-4)
+    assert done.metrics["test"]["nll"] == pytest.approx(nll, rel=1e-4)
     assert model.about.class_names == source.classes
-    assert np.sum(done.numbers["test"]["confusion"]) == len(source)
+    assert np.sum(done.metrics["test"]["confusion"]) == len(source)
 
 
 def test_a_better_validation_before_the_end_is_reported(tmp_path: Path) -> None:
@@ -261,8 +261,8 @@ def test_a_better_validation_before_the_end_is_reported(tmp_path: Path) -> None:
     vals = {line["step"]: line["val"]["top1"] for line in metrics(tmp_path / "run") if "val" in line}
     best = max(vals, key=lambda step: (vals[step], -step))
     assert vals[best] > vals[6]
-    assert done.numbers["better_before"] == {"step": best, "top1": vals[best]}
-    assert sum("--patience" in line for line in describe_results(done.numbers)) == 1
+    assert done.metrics["better_before"] == {"step": best, "top1": vals[best]}
+    assert sum("--patience" in line for line in describe_results(done.metrics)) == 1
     kept = tmp_path / "run" / "checkpoints" / f"step-{best:08}"
     for path in (kept, kept / "tensors.safetensors"):
         with pytest.raises(ValueError, match=rf"is a checkpoint of a run.*give the run's folder, {tmp_path / 'run'}"):
@@ -284,7 +284,7 @@ def test_search_takes_the_rate_that_does_best_on_held_out_images(tmp_path: Path)
     fewer = len(open_splits(config.replace(holdout=0.1)).train)
     assert [size["train"]["images"] for size in sizes] == [fewer, fewer, 1437]
     assert 1437 * 0.88 < fewer < 1437 * 0.92
-    assert "val" not in done.numbers
+    assert "val" not in done.metrics
 
 
 @pytest.mark.parametrize("objective", ["classify", "masked"])

@@ -136,7 +136,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_captured(
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [line["step"] for line in lines if line.get("skipped")] == [BAD]
     assert lines[BAD - 1]["norm"] is None
-    assert done.numbers["skipped_steps"] == 1
+    assert done.metrics["skipped_steps"] == 1
     tensors, state = Checkpoints(tmp_path / "captures", 1).read(BAD)
     assert state["gradients"] == [NAME]
     assert len(state["images"]) == 16

@@ -307,7 +307,7 @@ FINETUNE = (
             ("--model.depth 2", 2, "depth 1, not 2"),
             ("--model.mean 0.1", 2, "mean"),
             ("--model BiT-R50x1", 2, "not the model asked for"),
-            ("--image-size 13", 2, "nearest: 12 or 16"),
+            ("--image-size 13", 2, "use image size 12 or 16"),
             ("--teacher first", 3, "10 classes"),
         ],
         3,

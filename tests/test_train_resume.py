@@ -130,6 +130,43 @@ def test_a_run_shortened_by_hours_resumes_exactly(tmp_path: Path, monkeypatch: p
     assert outcome(tmp_path / "whole")["step"] == 16
 
 
+CHANGES: dict[str, tuple[dict[str, Any], bool]] = {  # whether --force can resume with this
+    "rate": ({"optim": Optim(lr=1e-2)}, True),
+    "optimizer with the same state": ({"optim": Optim(name="lamb")}, True),
+    "optimizer": ({"optim": Optim(name="sgd")}, False),
+    "model": ({"model": runs.MODEL.replace(depth=2)}, False),
+    "dropout": ({"model": runs.MODEL.replace(dropout=0.2)}, True),
+    "no average": ({"ema": 0.0}, False),
+}
+
+
+@pytest.mark.parametrize(("changes", "can_force"), CHANGES.values(), ids=CHANGES)
+def test_force_is_offered_where_it_works(tmp_path: Path, changes: dict[str, Any], can_force: bool) -> None:
+    run_config = runs.config(steps=8, evaluations=4, ema=0.9)
+    stopped_run(run_config, tmp_path, 5)
+    changed = run_config.replace(**changes)
+    with pytest.raises(ValueError, match="another --out") as error:
+        fit(changed, tmp_path, quiet=True)
+    assert ("--force" in str(error.value)) is can_force
+    if not can_force:
+        with pytest.raises(ValueError, match="another --out") as error:
+            fit(changed, tmp_path, force=True, quiet=True)
+        assert "--force" not in str(error.value)
+        return
+    fit(changed, tmp_path, force=True, quiet=True)
+    for force in (False, True):
+        with pytest.raises(ValueError, match=r"finished.*another --out") as error:
+            fit(run_config, tmp_path, force=force, quiet=True)
+        assert "--force" not in str(error.value)
+
+
+def test_a_run_without_a_checkpoint_can_be_forced_to_another_model(tmp_path: Path) -> None:
+    run_config = runs.config(steps=8, evaluations=1)
+    stopped_run(run_config, tmp_path, 2)
+    fit(run_config.replace(model=runs.MODEL.replace(depth=2)), tmp_path, force=True, quiet=True)
+    assert outcome(tmp_path)["step"] == 8
+
+
 def test_a_search_resumes(tmp_path: Path) -> None:
     run_config = runs.config(steps=6, evaluations=2, optim=Optim(grid=(1e-4, 1e-2)))
     fit(run_config, tmp_path / "whole", search=True, quiet=True)
@@ -145,7 +182,7 @@ def test_force_resumes_a_search_with_other_settings(tmp_path: Path) -> None:
     changed = run_config.replace(patience=5)
     with pytest.raises(ValueError, match="--force"):
         fit(changed, tmp_path, search=True, quiet=True)
-    assert fit(changed, tmp_path, search=True, force=True, quiet=True).numbers["steps"] == 6
+    assert fit(changed, tmp_path, search=True, force=True, quiet=True).metrics["steps"] == 6
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
@@ -162,7 +199,7 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     files = [*tmp_path.glob("checkpoints/*/*"), *(tmp_path / name for name in ("metrics.jsonl", "results.json"))]
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
     again = fit(runs.config(), tmp_path, quiet=True)
-    assert again.numbers == first.numbers
+    assert again.metrics == first.metrics
     assert tensor_hash(again.model.state_dict()) == tensor_hash(first.model.state_dict())
     assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
@@ -434,7 +471,7 @@ def test_with_patience_the_best_weights_are_final(tmp_path: Path, monkeypatch: p
     assert final
     for name, tensor in final.items():
         assert torch.equal(tensor, tensors[prefix + name])
-    assert result.numbers["chosen_on_val"] is True
+    assert result.metrics["chosen_on_val"] is True
 
 
 # Images in memory or from disk ----------------------------------------------------------------------------------------

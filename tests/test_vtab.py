@@ -151,7 +151,7 @@ def test_two_tasks_from_images_to_the_table(
     stored, other = Path(weights).read_bytes(), plainvit.load(weights)
     other.embedding.weight.data += 1
     plainvit.save(other, weights)
-    assert "--force" in run_command(capsys, *words)[2]  # the file holds other weights now
+    assert "another --out" in run_command(capsys, *words)[2]  # the file holds other weights now
     Path(weights).write_bytes(stored)
 
 

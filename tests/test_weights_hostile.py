@@ -259,9 +259,7 @@ def test_values_too_large_for_the_dtype_are_errors(tmp_path: Path, dtype: torch.
     values["norm.weight"][0] = 1e300
     path = store("timm", values, tmp_path)
     assert isinstance(load_or_error(path, dtype=None, **HINTS), nn.Module)
-    said = expect_error(path, dtype=dtype, **HINTS)
-    assert "norm.weight" in said
-    assert "1e+300" in said
+    assert "norm.weight" in expect_error(path, dtype=dtype, **HINTS)
 
 
 def test_parts_of_several_dtypes_keep_every_value(tmp_path: Path) -> None:
@@ -397,28 +395,6 @@ def test_object_arrays_are_not_unpickled(tmp_path: Path, compressed: bool, struc
     assert not marker.exists()
 
 
-# PyTorch zip files that PyTorch does not write: TorchScript, whose code is never run, and packed records
-ARCHIVES_OF_TORCH: dict[str, tuple[dict[str, bytes], int]] = {
-    "TorchScript": ({"constants.pkl": pickle.dumps(()), "code/__torch__.py": b"import os"}, zipfile.ZIP_STORED),
-    "compressed": ({}, zipfile.ZIP_DEFLATED),
-}
-
-
-@pytest.mark.parametrize(("added", "how"), ARCHIVES_OF_TORCH.values(), ids=ARCHIVES_OF_TORCH)
-def test_other_archive_of_pytorch_is_right_or_an_error(tmp_path: Path, added: dict[str, bytes], how: int) -> None:
-    torch.save(valid_weights("timm"), tmp_path / "plain")
-    with zipfile.ZipFile(tmp_path / "plain") as old, zipfile.ZipFile(tmp_path / "m.pth", "w", how) as new:
-        members = {name: old.read(name) for name in old.namelist()}
-        root = next(iter(members)).split("/")[0]
-        for name, data in (members | {f"{root}/{name}": data for name, data in added.items()}).items():
-            new.writestr(name, data)
-    loaded = load_or_error(tmp_path / "m.pth", **HINTS)
-    if added:
-        assert isinstance(loaded, str)
-    elif not isinstance(loaded, str):
-        assert torch.equal(loaded.blocks[0].mlp.fc1.weight, valid_weights("timm")["blocks.0.mlp.fc1.weight"])
-
-
 def looped() -> dict[str, Any]:
     loop: dict[str, Any] = {}
     loop["model"] = loop
@@ -490,23 +466,16 @@ def archive(path: Path, replaced: Mapping[str, bytes], how: int = zipfile.ZIP_ST
 
 BIAS = bytes(12)  # head/bias: three floats
 
-
+# NumPy's own reader finds other faults
 HEADERS: dict[str, bytes] = {
     "claims more": member((4,), BIAS),
     "claims less": member((2,), BIAS),
     "claims 10^12 of no size": member((10**12, 0), b""),
     "claims more than a word can count": member((2**40, 2**40), BIAS),
-    "negative sides": member((-1, -3), BIAS),
-    "a shape that is no tuple": member(3, BIAS),
-    "an unknown type": member((3,), BIAS, "<q9"),
-    "a type of no size": member((3,), b"", "|V0"),
-    "an order that is no truth value": member((3,), BIAS, fortran="yes"),
     "no header": b"\x93NUMPY\x01\x00",
     "a header of 4 GB": b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**32 - 1) + b" " * 100,
     "a header with code": b"\x93NUMPY\x01\x00" + struct.pack("<H", 24) + b"__import__('os').getpid()",
-    "an unknown version": b"\x93NUMPY\x09\x09" + member((3,), BIAS)[8:],
     "nothing": b"",
-    "brackets": b"\x93NUMPY\x01\x00" + struct.pack("<H", 9000) + b"(" * 9000,
 }
 
 
@@ -545,33 +514,6 @@ def test_zip_bomb_is_an_error(tmp_path: Path, suffix: str) -> None:
     assert "unpack" in expect_error(path)
 
 
-def directory(path: Path, change: Callable[[bytearray, int], None]) -> Path:
-    """The sound archive with the first entry of its central directory changed."""
-    data = bytearray(archive(path, {}).read_bytes())
-    change(data, data.index(b"PK\x01\x02"))
-    path.write_bytes(data)
-    return path
-
-
-DIRECTORY: dict[str, Callable[[bytearray, int], None]] = {
-    "a size of 4 GB": lambda data, at: struct.pack_into("<I", data, at + 24, 2**32 - 2),
-    "a packed size of 4 GB": lambda data, at: struct.pack_into("<I", data, at + 20, 2**32 - 2),
-    "a place past the end": lambda data, at: struct.pack_into("<I", data, at + 42, 2**31),
-    "encryption": lambda data, at: struct.pack_into("<H", data, at + 8, 1),
-    "deflate that is none": lambda data, at: struct.pack_into("<H", data, at + 10, 8),
-}
-
-
-@pytest.mark.parametrize("name", DIRECTORY)
-def test_false_zip_directory_is_an_error(tmp_path: Path, name: str) -> None:
-    """A stored member's packed size is said twice; whoever reads by the other one has the right bytes."""
-    loaded = load_or_error(directory(tmp_path / "m.npz", DIRECTORY[name]))
-    if name == "a packed size of 4 GB" and not isinstance(loaded, str):
-        assert torch.equal(loaded.head.bias, valid_weights("google")["head/bias"])
-    else:
-        assert isinstance(loaded, str)
-
-
 def test_names_outside_the_folder_write_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "inner"
     folder.mkdir()
@@ -607,23 +549,16 @@ def doubled(header: dict[str, Any]) -> bytes:
 SAFETENSORS: dict[str, Callable[[dict[str, Any], bytes], tuple[Any, ...]]] = {
     "offsets past the end": lambda h, b: (lie(h, data_offsets=[len(b), len(b) + 64]), b),
     "offsets of 10^12": lambda h, b: (lie(h, data_offsets=[0, 10**12], shape=[10**12 // 4]), b),
-    "offsets that run back": lambda h, b: (lie(h, data_offsets=[64, 0]), b),
     "offsets of another": lambda h, b: (lie(h, data_offsets=[0, 64]), b),
     "a shape too large": lambda h, b: (lie(h, shape=[17]), b),
     "a shape past counting": lambda h, b: (lie(h, shape=[2**62, 2**62]), b),
-    "a negative shape": lambda h, b: (lie(h, shape=[-16]), b),
-    "no shape": lambda h, b: (lie(h, shape=None), b),
-    "an unknown dtype": lambda h, b: (lie(h, dtype="F99"), b),
     "one name twice": lambda h, b: (doubled(h), b),
     "a hole in the data": lambda h, b: (h, b + bytes(64)),
     "no data": lambda h, _: (h, b""),
     "a header of 100 MB": lambda h, b: (h, b, 100 * 2**20),
-    "a header past counting": lambda h, b: (h, b, 2**64 - 1),
     "a header that is no JSON": lambda _, b: (b"{not JSON", b),
-    "a header that is no UTF-8": lambda _, b: (b'{"\xff\xfe": 1}', b),
     "a header of brackets": lambda _, b: (b'{"a":' + b"[" * 100_000, b),
     "metadata that are no words": lambda h, b: (h | {"__metadata__": {"plainvit": 1}}, b),
-    "an empty header": lambda _, __: ({}, b""),
 }
 
 
@@ -739,7 +674,7 @@ def test_damaged_shard_is_an_error(tmp_path: Path, suffix: str) -> None:
         path.write_bytes(data[:length])
         expect_error(tmp_path, **HINTS)
     write({"other": torch.ones(2)}, path)
-    expect_error(tmp_path, **HINTS)
+    assert "download them again" in expect_error(tmp_path, **HINTS)
     torch.save({"norm.bias": Payload(marker)}, path)
     expect_error(tmp_path, **HINTS)
     path.unlink()
@@ -837,26 +772,17 @@ NONSENSE: dict[tuple[str, str, str], tuple[Any, ...]] = {
     (*CONFIGS[4], "format"): (REMOVED, "pickle", ["plainvit"], "timm"),
     (*CONFIGS[4], "about"): (REMOVED, []),
     (*CONFIGS[4], "about.preprocess.evil"): (1,),
-    (*CONFIGS[4], "about.preprocess.crop"): ("half",),
     (*CONFIGS[4], "about.class_names"): (3,),
-    (*CONFIGS[4], "about.sources"): ("evil",),
     (*CONFIGS[4], "config"): (REMOVED, [], HUGE_STEM),
     (*CONFIGS[4], "config.kind"): (REMOVED, "cnn", [], "resnet"),
-    (*CONFIGS[4], "config.evil"): (1,),
     (*CONFIGS[4], "config.width"): ("wide", 10**12, 7 * 10**12),
     (*CONFIGS[4], "config.depth"): (10**8,),
     (*CONFIGS[4], "config.classes"): (10**15,),
     (*CONFIGS[4], "config.registers"): (10**15,),
     (*CONFIGS[4], "config.image_size"): ([8 * 10**9, 8 * 10**9],),
     (*CONFIGS[4], "config.patch"): ([0, 0],),
-    (*CONFIGS[4], "config.rotary_grid"): (0, -16, 1.5, "x"),
-    (*CONFIGS[4], "config.norm_eps"): ("tiny", None, -1.0, NAN),
-    (*CONFIGS[4], "config.mean"): ([NAN] * 3, ["a", "b", "c"], None),
-    (*CONFIGS[4], "config.dropout"): ("much", NAN),
-    (*CONFIGS[4], "config.class_token"): ("no",),
     (*CONFIGS[4], "config.stem"): ([1], {"kind": "vit"}),
     (*CONFIGS[4], "config.representation"): (4,),  # whose layer is not there
-    (*CONFIGS[4], "config.activation"): (["gelu"],),
 }
 
 

@@ -62,25 +62,15 @@ def load_error(source: Path | str, match: str, **hints: Any) -> None:
 
 # Another head ---------------------------------------------------------------------------------------------------------
 
-HEADS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "hidden layer": {"representation": 20},
-    "distilled": {"distillation": True},
-}
-
 
 @pytest.mark.parametrize("classes", [0, 5])
-@pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS)
-def test_other_classes_give_a_head_of_zeros_or_none(
-    tmp_path: Path, settings: dict[str, Any], classes: int, reported: Any
-) -> None:
-    model, images = tiny.vit(**settings), tiny.images()
+def test_other_classes_give_a_head_of_zeros_or_none(tmp_path: Path, classes: int, reported: Any) -> None:
+    model, images = tiny.vit(), tiny.images()
     model.about = type(model.about)(class_names=tuple("abcdefg"))
     path = plainvit.save(model, tmp_path / "m.safetensors")
     loaded = plainvit.load(path, classes=classes, dtype=None)
-    assert (loaded.config.classes, loaded.config.representation, loaded.about.class_names) == (classes, 0, ())
-    features = model.represent(model.encode(images)) if not settings.get("representation") else loaded.features(images)
-    assert loaded(images).tolist() == ([[0.0] * 5] * 2 if classes else features.tolist())
+    assert (loaded.config.classes, loaded.about.class_names) == (classes, ())
+    assert torch.equal(loaded(images), torch.zeros(2, 5, dtype=torch.float64) if classes else model.features(images))
     assert len(reported()) == 1
     assert plainvit.load(path).about.class_names == tuple("abcdefg")
 
@@ -101,9 +91,7 @@ def test_head_of_zeros_is_reported(tmp_path: Path, bias: float, reported: Any) -
 
 
 SIZES = {
-    "square to wide": ((32, 32), (24, 56)),
     "wide to tall": ((24, 40), (64, 16)),
-    "wide to square": ((24, 40), (40, 40)),
     "as many tokens, other sides": ((112, 112), (56, 224)),  # 14 x 14 and 7 x 28: nothing may pass unresampled
     "as many tokens, turned": ((24, 40), (40, 24)),
 }
@@ -382,25 +370,6 @@ def test_folder_of_several_models_is_an_error(tmp_path: Path) -> None:
     assert plainvit.load(tmp_path).config.classes == 7
 
 
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "not normalized": {"do_normalize": False},
-    "bytes": {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [64.0] * 3},
-    "bytes, not normalized": {"do_rescale": False, "do_normalize": False},
-    "scaled otherwise": {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [2.0] * 3},
-}
-
-
-@pytest.mark.parametrize("settings", PROCESSORS.values(), ids=PROCESSORS)
-def test_normalization_equals_transformers_processor(tmp_path: Path, settings: dict[str, Any]) -> None:
-    folder = hub_folder(tmp_path, "ViT", None)
-    processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32}, **settings)
-    processor.save_pretrained(folder)
-    model = plainvit.load(folder)
-    photo = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
-    theirs = processor(photo, return_tensors="pt")["pixel_values"].float()
-    torch.testing.assert_close(model.normalize(torch.from_numpy(photo).permute(2, 0, 1)[None]), theirs)
-
-
 # Unsupported ----------------------------------------------------------------------------------------------------------
 
 
@@ -447,7 +416,7 @@ SHAPES = "shapes of the weights"
 # What no shape shows; a file of any kind must say where it has these from
 NUMERICS = {
     "vit": ("activation", "norm_eps", "mean", "std", "image_size"),
-    "resnet": ("standardise", "norm_eps", "padding", "mean", "std"),
+    "resnet": ("standardize", "norm_eps", "padding", "mean", "std"),
 }
 FILES: dict[str, Callable[[Path], Path]] = {
     "google": lambda folder: google.save(google.original(), folder / "m.npz"),
@@ -487,18 +456,6 @@ def test_every_setting_has_a_source(tmp_path: Path, name: str) -> None:
 
 # Published ------------------------------------------------------------------------------------------------------------
 
-# top-1 and ReaL
-ORACLES = {
-    "vit_b16_orig_i21k_i1k_224": (81.78, 86.75),
-    "vit_b16_orig_i21k_i1k_384": (84.21, 88.40),
-    "vit_l32_orig_i21k_i1k_384": (81.51, 85.91),
-    "r50_vit_b16_orig_i21k_i1k_384": (84.99, 88.80),
-    "vit_b16_augreg_i21k_i1k_224": (84.53, 88.89),
-    "vit_l16_augreg_i21k_i1k_384": (87.10, 90.22),
-    "bit_r50x1_i21k_i1k_448": (80.39, 86.46),
-    "bit_r152x4_i21k_i1k_480": (84.94, 88.57),
-    "deit_b16_i1k_224": (81.98, 86.83),
-}
 OF_TIMM = [name for name, entry in PUBLISHED.items() if entry.hub.startswith("timm/")]
 
 
@@ -511,19 +468,6 @@ def test_published_weights_equal_timms_table(name: str) -> None:
     assert published.hf_hub_id in (entry.hub, "timm/")
     assert entry.license == published.license
     assert name.endswith(f"_{published.input_size[-1]}")
-
-
-def test_published_accuracies() -> None:
-    accuracies = {name: (e.top1, e.real) for name, e in PUBLISHED.items() if name in ORACLES}
-    assert accuracies == {name: pytest.approx(values, abs=0.006) for name, values in ORACLES.items()}
-    assert all(60 < e.top1 < e.real < 95 for e in PUBLISHED.values() if e.top1 is not None)
-
-
-def test_transformers_knows_the_other_addresses() -> None:
-    folder = Path(transformers.__file__).parent / "models"
-    others = {entry.hub for name, entry in PUBLISHED.items() if name not in OF_TIMM}
-    for hub, kind in zip(sorted(others), ("ijepa", "vit", "clip", "clip"), strict=True):
-        assert any(hub.split("-large")[0] in path.read_text() for path in (folder / kind).glob("*.py"))
 
 
 # The hub --------------------------------------------------------------------------------------------------------------

@@ -116,10 +116,10 @@ attention pooling              |                    |             |             
 attention pooling, class token | pool               |             |             | head pool        | pool
 no rows before the patches     |                    |             |             | posemb           | posemb
 rectangle                      |                    |             |             |                  | image_size
-hybrid, timm's                 | standardise        |             |             |                  | stem
-hybrid, Google's               |                    | standardise | standardise | standardise      | stem
-BiT, timm's                    | blocks standardise |             |             | resnet           | resnet
-BiT, Google's                  |                    | standardise | standardise | resnet           | resnet
+hybrid, timm's                 | standardize        |             |             |                  | stem
+hybrid, Google's               |                    | standardize | standardize | standardize      | stem
+BiT, timm's                    | blocks standardize |             |             | resnet           | resnet
+BiT, Google's                  |                    | standardize | standardize | resnet           | resnet
 2-D positions                  | posemb             | posemb      | posemb      | posemb           | posemb
 no positions                   | posemb             |             |             | posemb           | posemb
 relative positions             | posemb             | posemb      | posemb      | posemb           | posemb
@@ -374,7 +374,7 @@ def test_dropped_layer_scale_is_merged_into_the_layers_before(
 def test_dropped_standardization_is_replaced_by_timms(tmp_path: Path, kind: str) -> None:
     """The file then means what timm computes with it: for timm, and for plainvit that reads it back."""
     model = tiny.bit(blocks=(1, 1)) if kind == "BiT" else tiny.hybrid(blocks=(1, 1), image_size=(32, 32))
-    parts = ("standardise",) if kind == "BiT" else ("standardise", "activation")
+    parts = ("standardize",) if kind == "BiT" else ("standardize", "activation")
     loaded = dropped(model, tmp_path, "timm", *parts)
     peer = timm_bit((1, 1)) if kind == "BiT" else timm_hybrid((1, 1))
     peer.load_state_dict(safetensors.torch.load_file(tmp_path / "out" / "m.safetensors"), strict=True)
@@ -475,6 +475,7 @@ def write_described(path: Path, description: dict[str, Any], model: Any) -> Path
 def test_file_of_schema_1_loads(tmp_path: Path) -> None:
     """The golden description, not one written by this version, says what the weights mean."""
     model = described_model()
-    loaded = plainvit.load(write_described(tmp_path / "m.safetensors", golden_description(), model))
+    golden = golden_description()
+    loaded = plainvit.load(write_described(tmp_path / "m.safetensors", golden, model))
     assert (loaded.config, loaded.about) == (model.config, model.about)
     same_weights(loaded, model.state_dict())

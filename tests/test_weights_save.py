@@ -12,6 +12,7 @@ import tiny
 import torch
 
 import plainvit
+from plainvit.models.fast.inference import InferenceModel
 from plainvit.weights import writing
 
 SMALL: dict[str, Any] = {"width": 16, "depth": 1, "heads": 2, "mlp_dim": 8, "image_size": 16, "classes": 3}
@@ -128,6 +129,16 @@ def test_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "replace", renamed)
     save("plainvit", tmp_path)
     assert events == ["file synced", "renamed", "folder synced"]
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, InferenceModel])
+def test_model_inside_another_is_not_written(tmp_path: Path, wrap: Any) -> None:
+    """Under the names of the outer module nothing could load it."""
+    path = save("plainvit", tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="model inside"):
+        plainvit.save(wrap(small()), path)
+    assert path.read_bytes() == before
 
 
 def test_loaded_file_can_be_overwritten(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
-from plainvit.analyse import findings, page
+from plainvit.analyse import findings, html
 from plainvit.analyse.attention import NotApplicableError
 from plainvit.analyse.explorer import explorer_section
 from plainvit.analyse.figures import save
@@ -22,7 +22,7 @@ from plainvit.disk import make_folder, write_text
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import ViT
 from plainvit.runtime.display import Display
-from plainvit.runtime.folder import finite
+from plainvit.runtime.folder import replace_non_finite
 from plainvit.weights.pixels import Pixels
 
 # In the order of the report
@@ -102,24 +102,24 @@ def _write_figure(finding: Finding, folder: Path) -> Path:
     """The figure as PNG, its data as JSON."""
     path = folder / f"{finding.name}.png"
     save(finding.figure, path)
-    write_text(path.with_suffix(".json"), json.dumps(finite(finding.data)) + "\n")
+    write_text(path.with_suffix(".json"), json.dumps(replace_non_finite(finding.data)) + "\n")
     return path
 
 
 def _render_report(subject: Subject, results: list[Finding], name: str) -> str:
     script = ""
     sections = [
-        page.make_section(
-            finding.title, finding.text, finding.html or page.inline_figure(finding.figure, finding.title)
+        html.make_section(
+            finding.title, finding.text, finding.html or html.inline_figure(finding.figure, finding.title)
         )
         for finding in results
     ]
     if isinstance(subject.model, ViT) and not subject.model.config.axial:
         section, script = explorer_section(subject)
         sections.insert(0, section)
-    lead = page.element("p", _describe_subject(subject), class_="lead")
-    lead = page.join((lead, *map(page.notice, subject.notes)))
-    return page.render_page(f"Analysis of {name}", lead, sections, script=script)
+    lead = html.element("p", _describe_subject(subject), class_="lead")
+    lead = html.join((lead, *map(html.notice, subject.notes)))
+    return html.render_page(f"Analysis of {name}", lead, sections, script=script)
 
 
 def _describe_subject(subject: Subject) -> str:
@@ -128,7 +128,7 @@ def _describe_subject(subject: Subject) -> str:
     images = f"for images of {width} x {height} pixels; analysed with {count} {subject.description}."
     if not isinstance(subject.model, ViT):
         return f"A ResNet {images}"
-    (h, w), layers = config.grid, page.pluralize(len(subject.model.blocks), "layer")
+    (h, w), layers = config.grid, html.pluralize(len(subject.model.blocks), "layer")
     patches = f"{h} x {w} patches of {height // h} x {width // w} pixels"
-    heads = page.pluralize(config.heads, "head")
+    heads = html.pluralize(config.heads, "head")
     return f"A Vision Transformer with {layers}, {heads}, width {config.width} and {patches}, {images}"

@@ -13,9 +13,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from plainvit.analyse import page
+from plainvit.analyse import html
 from plainvit.analyse.figures import COLORS, new_axes, printable, styled
-from plainvit.analyse.page import Html, Section
+from plainvit.analyse.html import Html, Section
 
 NUMBERED = 20  # classes up to which a cell shows its number
 NAMED = 60  # classes up to which the axes show names
@@ -88,13 +88,13 @@ def confusion_section(matrix: np.ndarray, classes: Sequence[str], images: str, f
     """Also writes figures/confusion.png and .csv."""
     figure = draw_confusion(matrix, classes)
     rows = [[name, *row] for name, row in zip(classes, matrix.astype(int).tolist(), strict=True)]
-    links = page.publish_figure(folder, "confusion", figure, [["truth \\ prediction", *classes], *rows])
+    links = html.publish_figure(folder, "confusion", figure, [["truth \\ prediction", *classes], *rows])
     note = "Rows are true classes, columns predicted classes: correct in blue, errors in orange, darker when frequent."
     note += " Numbers are percentages of the row." if len(matrix) <= NUMBERED else ""
-    confusions = page.element("div", _confusion_table(matrix, classes, images))
-    drawn = page.element("div", page.inline_figure(figure, "Confusion matrix"), page.element("p", note, class_="note"))
+    confusions = html.element("div", _confusion_table(matrix, classes, images))
+    drawn = html.element("div", html.inline_figure(figure, "Confusion matrix"), html.element("p", note, class_="note"))
     layout = "side-by-side" if len(matrix) <= 12 else None  # a larger matrix needs the full width
-    return page.make_section("Confusion matrix", page.element("div", confusions, drawn, class_=layout), links)
+    return html.make_section("Confusion matrix", html.element("div", confusions, drawn, class_=layout), links)
 
 
 def find_frequent_confusions(matrix: np.ndarray, most: int = 10) -> list[tuple[int, int]]:
@@ -109,13 +109,13 @@ def _confusion_table(matrix: np.ndarray, classes: Sequence[str], images: str) ->
     rows = []
     for truth, predicted in find_frequent_confusions(matrix):
         count, total = matrix[truth, predicted], matrix[truth].sum()
-        rows.append((classes[truth], classes[predicted], f"{count:,.0f} of {total:,.0f}", page.percent(count / total)))
+        rows.append((classes[truth], classes[predicted], f"{count:,.0f} of {total:,.0f}", html.percent(count / total)))
     if not rows:
-        return page.element("p", f"No errors on the {images}.")
+        return html.element("p", f"No errors on the {images}.")
     errors = matrix.sum() - np.trace(matrix)
-    summary = f"{page.pluralize(errors, 'error')} in {page.pluralize(matrix.sum(), images.removesuffix('s'))}."
+    summary = f"{html.pluralize(errors, 'error')} in {html.pluralize(matrix.sum(), images.removesuffix('s'))}."
     titles = ["true class", "predicted as", "images", "of the class"]
-    return page.join([page.element("p", summary), page.table(titles, rows, numbers=(2, 3))])
+    return html.join([html.element("p", summary), html.table(titles, rows, numbers=(2, 3))])
 
 
 def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], data: str = "") -> Section:
@@ -125,11 +125,11 @@ def class_section(numbers: Mapping[str, np.ndarray], classes: Sequence[str], dat
     order = seen[np.lexsort((seen, -images[seen], recall[seen]))]  # ties: more images first
     rows = []
     for label in order.tolist():
-        ratios = (page.percent(float(numbers[name][label])) for name in ("recall", "precision", "f1"))
-        rows.append((page.join((classes[label], page.bar(float(recall[label])))), *ratios, f"{images[label]:,.0f}"))
-    text = f"Lowest recall (accuracy within the class) first. Mean recall: {page.percent(recall[seen].mean())}."
+        ratios = (html.percent(float(numbers[name][label])) for name in ("recall", "precision", "f1"))
+        rows.append((html.join((classes[label], html.bar(float(recall[label])))), *ratios, f"{images[label]:,.0f}"))
+    text = f"Lowest recall (accuracy within the class) first. Mean recall: {html.percent(recall[seen].mean())}."
     unseen = len(images) - len(seen)
-    text += f" {page.pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
-    link = page.element("p", "Data: ", page.element("a", data, href=data), ".", class_="note") if data else ""
+    text += f" {html.pluralize(unseen, 'class', 'classes')} without images." if unseen else ""
+    link = html.element("p", "Data: ", html.element("a", data, href=data), ".", class_="note") if data else ""
     titles = ["class", "recall", "precision", "F1", "images"]
-    return page.make_section("Metrics by class", text, page.folded_table(titles, rows, (1, 2, 3, 4)), link)
+    return html.make_section("Metrics by class", text, html.folded_table(titles, rows, (1, 2, 3, 4)), link)

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from plainvit.analyse.figures import COLORS, PANEL, new_figure, number, styled
 from plainvit.analyse.gallery import choose_evenly
-from plainvit.analyse.page import Section, element, inline_figure, make_section, publish_figure
+from plainvit.analyse.html import Section, element, inline_figure, make_section, publish_figure
 
 TRAINING = ("epoch", "loss", "accuracy", "lr", "norm", "waiting", "skipped")
 METRICS = ("top1", "top5", "nll", "loss")  # loss: of runs without labels
@@ -83,26 +83,27 @@ def draw_curves(table: Table) -> Figure:
     """All panels that have data, two in a row."""
     names = list_panels(table)
     columns = min(2, max(len(names), 1))
-    figure, axes = new_figure(max(math.ceil(len(names) / columns), 1), columns)
-    for panel, name in zip(axes.flat, names, strict=False):
-        _draw_panel(panel, table, name)
-    for panel in axes.flat[len(names) :]:
-        panel.set_axis_off()
+    figure, grid = new_figure(max(math.ceil(len(names) / columns), 1), columns)
+    for axes, name in zip(grid.flat, names, strict=False):
+        _plot_columns(axes, table, name)
+    for axes in grid.flat[len(names) :]:
+        axes.set_axis_off()
     return figure
 
 
 @styled()
-def draw_panel(table: Table, panel: str) -> Figure:
+def draw_panel(table: Table, name: str) -> Figure:
     """One panel ("loss", "top1" ...) for an HTML page, with fixed margins so that panels align."""
     figure = Figure(PANEL)
     left, bottom, width, height = 0.115, 0.17, 0.88, 0.71  # of the axes, as fractions of the figure
     axes = figure.add_axes((left, bottom, width, height))
-    _draw_panel(axes, table, panel)
-    axes.set_title(_PANELS[panel][0], x=-left / width)  # at the left edge of the figure
+    _plot_columns(axes, table, name)
+    axes.set_title(_PANELS[name][0], x=-left / width)  # at the left edge of the figure
     return figure
 
 
-def _draw_panel(axes: Axes, table: Table, name: str) -> None:
+def _plot_columns(axes: Axes, table: Table, name: str) -> None:
+    """The columns of a panel, with its title, scale and legend."""
     title, lines = _PANELS[name]
     for column, label, color in lines:
         _draw_line(axes, table, column, label=label, color=color, scale=100 if title.endswith("%") else 1)

@@ -24,9 +24,10 @@ from plainvit.data.splits import choose_split
 from plainvit.disk import make_folder
 from plainvit.evaluate.card import Card, make_card, write_card
 from plainvit.evaluate.classify import EvaluationSet, classify
-from plainvit.evaluate.compare import TITLES, to_unit
+from plainvit.evaluate.compare import TITLES, find_published, to_unit
 from plainvit.evaluate.labels import Labels, align
 from plainvit.evaluate.metrics import Result
+from plainvit.evaluate.permuted_labels import warn_of_permuted_labels
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import FEW_CLASSES, describe_accuracy
 from plainvit.runtime.display import Display
@@ -85,6 +86,8 @@ def evaluate_model(
             open_model_and_data, lambda both: both[1].fingerprint() + str(both[0].preprocess)
         )
         result = _classify(world, predictor, labels, batch, workers, quiet)
+        if world.is_main and labels.targets.shape[1] == 1:
+            warn_of_permuted_labels(labels.targets[result.index, 0], result.predictions[:, 0], labels.class_names)
         done = _write_folder(world, predictor, labels, result, out) if world.is_main else None
         world.barrier()  # processes leave together
         return done
@@ -134,7 +137,7 @@ def default_name(card: Card) -> str:
 
 def most_confident_errors(labels: Labels, result: Result, most: int = ERRORS) -> list[Sample]:
     """The errors with the highest probability of the predicted class."""
-    wrong = np.flatnonzero(~result.right)
+    wrong = np.flatnonzero(~result.correct)
     wrong = wrong[np.argsort(-result.probabilities[wrong], kind="stable")][:most]
     return [_make_sample(labels, result, row) for row in wrong.tolist()]
 
@@ -142,8 +145,8 @@ def most_confident_errors(labels: Labels, result: Result, most: int = ERRORS) ->
 def choose_samples(labels: Labels, result: Result) -> list[Sample]:
     """The most confident errors, and correct predictions spread over the dataset."""
     wrong = most_confident_errors(labels, result, SAMPLES // 2)
-    right = np.flatnonzero(result.right)
-    chosen = right[choose_evenly(len(right), SAMPLES - len(wrong))]
+    correct = np.flatnonzero(result.correct)
+    chosen = correct[choose_evenly(len(correct), SAMPLES - len(wrong))]
     return [*wrong, *(_make_sample(labels, result, row) for row in chosen.tolist())]
 
 
@@ -180,7 +183,8 @@ def summary_table(done: Evaluation) -> Group:
     counts += [f"{data['left_out']:,} excluded"] if data["left_out"] else []
     title = f"{data['spec']} ({data['split']}): {', '.join(counts)}; correct is {data['rule']}"
     lines = [Text(title, style="bold"), table]
+    lines += [Text(f"{100 * row['top1']:.2f} % in {row['source']}", style="dim") for row in find_published(card)]
     result = done.result
     notes = [result.confidence_sentence, f"report: {done.folder / 'report.html'}"]
-    notes += describe_accuracy(int(result.right.sum()), len(result.labels), result.majority_accuracy)
+    notes += describe_accuracy(int(result.correct.sum()), len(result.labels), result.majority_accuracy)
     return Group(*lines, *(Text(note, overflow="fold") for note in notes))

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from plainvit.analyse import figures, page
+from plainvit.analyse import figures, html
 from plainvit.analyse.confusion import class_section, confusion_section
 from plainvit.analyse.gallery import Sample, predictions_section
 from plainvit.analyse.headline import make_facts, make_headline
-from plainvit.analyse.page import Html, Section
+from plainvit.analyse.html import Html, Section
 from plainvit.disk import write_text
 from plainvit.evaluate.card import Card
+from plainvit.evaluate.compare import find_published
 from plainvit.evaluate.labels import Labels
-from plainvit.evaluate.metrics import MOST_CONFUSED, Result
+from plainvit.evaluate.metrics import MAX_CONFUSION_CLASSES, Result
 from plainvit.evaluate.statistics import FEW_CLASSES
 
 
@@ -24,11 +25,11 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     sections: list[Section | None] = []
     if labels.single:  # predictions are classes of the dataset
         names = [figures.printable(name) for name in labels.class_names]
-        if result.classes <= MOST_CONFUSED:
+        if result.classes <= MAX_CONFUSION_CLASSES:
             matrix = result.confusion.astype(float)
             sections.append(confusion_section(matrix, names, name_images(card), folder))
         sections.append(class_section(result.by_class(), names, "classes.csv"))
-    totals = int((~result.right).sum()), len(result.right)  # errors, images
+    totals = int((~result.correct).sum()), len(result.correct)  # errors, images
     sections += [
         _calibration_section(result, folder),
         predictions_section(errors, "Most confident errors", totals),
@@ -37,12 +38,12 @@ def write_evaluation(card: Card, labels: Labels, result: Result, errors: Sequenc
     ]
     title = f"{slug(card.name)} on {slug(card.data['spec'])}"
     subtitle = "Evaluation", card.data["split"], str(card.environment.get("started") or "")[:10]
-    write_text(folder / "report.html", page.render_page(title, _summarize(card, result), sections, subtitle=subtitle))
+    write_text(folder / "report.html", html.render_page(title, _summarize(card, result), sections, subtitle=subtitle))
 
 
 def name_images(card: Card) -> str:
     """Such as "test images"; "images" if the data has no splits."""
-    return f"{page.SPLIT.get(card.data['split'], '')} images".strip()
+    return f"{html.SPLIT.get(card.data['split'], '')} images".strip()
 
 
 def slug(text: str) -> str:
@@ -60,25 +61,26 @@ def _summarize(card: Card, result: Result) -> Html:
         "probability": float(result.probabilities.mean()),
         "majority_accuracy": result.majority_accuracy,
     }
-    lead = f"{card.name} on {page.pluralize(card.images, name_images(card).removesuffix('s'))} of {data['spec']}, "
-    lead += f"{page.pluralize(data['classes'], 'class', 'classes')}. A prediction is correct if it is {data['rule']}."
-    facts = [page.element("dl", *row, class_="facts") for row in ([make_headline(scores)], make_facts(scores))]
+    lead = f"{card.name} on {html.pluralize(card.images, name_images(card).removesuffix('s'))} of {data['spec']}, "
+    lead += f"{html.pluralize(data['classes'], 'class', 'classes')}. A prediction is correct if it is {data['rule']}."
+    facts = [html.element("dl", *row, class_="facts") for row in ([make_headline(scores)], make_facts(scores))]
     notices: list[Html] = []
     if card.unreadable:
-        notices.append(page.notice(page.describe_unreadable(card.unreadable, "image"), warning=True))
+        notices.append(html.notice(html.describe_unreadable(card.unreadable, "image"), warning=True))
     if data["left_out"]:
-        notices.append(page.notice(f"{page.pluralize(data['left_out'], 'image')} excluded by the rule."))
-    return page.join([page.element("p", lead, class_="lead"), *facts, *notices])
+        notices.append(html.notice(f"{html.pluralize(data['left_out'], 'image')} excluded by the rule."))
+    notices += [html.notice(f"{html.percent(row['top1'], 10_000)} in {row['source']}.") for row in find_published(card)]
+    return html.join([html.element("p", lead, class_="lead"), *facts, *notices])
 
 
 def _calibration_section(result: Result, folder: Path) -> Section:
     bins, summary = result.bins(), result.confidence_sentence
     figure = draw_calibration(bins)
     rows = [["images", "mean probability", "accuracy"], *bins.tolist()]
-    links = page.publish_figure(folder, "calibration", figure, rows)
-    text = f"{summary[:1].upper()}{summary[1:]}. Expected calibration error: {page.points(result.calibration_error)} "
+    links = html.publish_figure(folder, "calibration", figure, rows)
+    text = f"{summary[:1].upper()}{summary[1:]}. Expected calibration error: {html.points(result.calibration_error)} "
     text += "(15 bins). The line is perfect calibration; bars below it: overconfident. Darker bars: more images."
-    return page.make_section("Calibration", text, page.inline_figure(figure, "Reliability diagram"), links)
+    return html.make_section("Calibration", text, html.inline_figure(figure, "Reliability diagram"), links)
 
 
 @figures.styled()
@@ -99,8 +101,8 @@ def _command_section(card: Card) -> Section | None:
     command, commit = card.environment.get("command"), card.environment.get("commit")
     if not command:
         return None
-    note = page.element("p", f"Commit {commit}.", class_="note") if commit else ""
-    return page.make_section("Reproduce", "Run the same evaluation:", page.code_block(str(command)), note)
+    note = html.element("p", f"Commit {commit}.", class_="note") if commit else ""
+    return html.make_section("Reproduce", "Run the same evaluation:", html.code_block(str(command)), note)
 
 
 def _settings_section(card: Card) -> Section:
@@ -116,4 +118,4 @@ def _settings_section(card: Card) -> Section:
         "precision": card.precision,
         **{key: str(card.environment.get(key) or "") for key in ("device", "plainvit", "torch", "started")},
     }
-    return page.make_section("Settings", page.pairs({key: value for key, value in settings.items() if value}))
+    return html.make_section("Settings", html.pairs({key: value for key, value in settings.items() if value}))

@@ -1,8 +1,8 @@
 /* Click a patch of an image to see its attention in every layer and head that the page contains. explorer.py writes the data:
    maps[image][view] is the URL of a gray PNG with a row for each query (patches in reading order, then the token) and a column
-   for each cell of pool x pool patches, scaled to the row's largest value; a last column has the token's fraction.
-   largest[image][view][query] is that value in per mille. Views: for each layer its mean, then its heads if it is in
-   layersWithHeads. `reads` names the tokens that the head of the model reads, if it does not read the patches. */
+   for each cell of pool x pool patches; white is limit[image][view][query] (in per mille) or more. A last column has the token's
+   fraction. largest[image][view][query] is the largest value, also in per mille. Views: for each layer its mean, then its heads
+   if it is in layersWithHeads. `reads` names the tokens that the head of the model reads, if it does not read the patches. */
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("explorer-data").textContent);
@@ -16,7 +16,7 @@
       for (let head = 0; head < data.heads; head++) heads.push({ at: next++, pool: data.headPool });
     layers.push({ mean, heads });
   }
-  const state = { image: 0, query: data.reads ? patches : middle, layer: data.layers - 1, head: null, heat: data.heat };
+  const state = { image: 0, query: data.reads ? patches : middle, layer: data.layers - 1, head: null, heat: true };
   const loadedImages = new Map(), decoded = new Map();
 
   function make(name, parent, settings = {}, attributes = {}) {
@@ -57,7 +57,7 @@
     try { await drawMap(canvas, view); } finally { countPainting(-1); }
   }
 
-  // The image, dark where attention is low, or gray under a heat map; the selected patch has a frame
+  // The image in gray under a heat map, or dark where attention is low; the selected patch has a frame
   async function drawMap(canvas, { at, pool }) {
     const { image, query } = state, ticket = (canvas.ticket = (canvas.ticket || 0) + 1);
     const photo = await load(data.images[image].source), gray = await readMap(data.maps[image][at]);
@@ -82,12 +82,12 @@
     if (canvas === main && token) showToken(gray[first + cells] / 255);
   }
 
-  // The overlay of a pixel, [red, green, blue, alpha], by its fraction of the largest value
+  // The overlay of a pixel, [red, green, blue, alpha], by its fraction of the limit
   const shade = (fraction) => [0, 0, 0, 165 * (1 - fraction)];
   const COLORS = [[13, 8, 65], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]]; // as in .ramp.heat
   function heatColor(fraction) {
     const at = fraction * (COLORS.length - 1), low = Math.min(Math.floor(at), COLORS.length - 2);
-    return [...COLORS[low].map((from, i) => from + (at - low) * (COLORS[low + 1][i] - from)), 190];
+    return [...COLORS[low].map((from, i) => from + (at - low) * (COLORS[low + 1][i] - from)), 115 + 90 * fraction];
   }
 
   function showToken(fraction) {
@@ -119,7 +119,7 @@
   const scale = make("p", left, { className: "note scale" });
   scale.append("0 ");
   const ramp = make("span", scale, { className: "ramp" });
-  scale.append(" largest attention of this map ");
+  const limitText = make("span", scale);
   const heat = make("label", scale);
   make("input", heat, { type: "checkbox", checked: state.heat, onchange: (event) => change({ heat: event.target.checked }) });
   heat.append(" heat map");
@@ -186,13 +186,15 @@
     const where = query === patches ? "the " + data.token :
       `the patch in row ${Math.floor(query / columns) + 1}, column ${(query % columns) + 1}`;
     const who = `Layer ${layer + 1}` + (head === null ? ", mean of its heads" : `, head ${head + 1}`);
-    const largest = data.largest[image][at][query] / 10, uniform = (100 * pool * pool) / data.tokens;
+    const [largest, limit] = [data.largest, data.limit].map((values) => values[image][at][query] / 10); // percent
+    const uniform = (100 * pool * pool) / data.tokens;
     const most = ` Largest value: ${largest.toFixed(1)} %; uniform attention: ${uniform.toFixed(1)} %.` +
       (largest < 2 * uniform ? " Nearly uniform: the scale of the map exaggerates the differences." : "");
     const unread = data.reads && layer === layers.length - 1 && query < patches ?
       ` Patches of the last layer do not affect the prediction: the head reads only the ${data.reads}.` : "";
     words.textContent = `${who}: attention of ${where}.${unread}${most}` + (prediction ? ` Prediction: ${prediction}.` : "");
     main.setAttribute("aria-label", words.textContent);
+    limitText.textContent = ` ${limit.toFixed(1)} %` + (limit < largest ? " or more" : "");
   }
 
   function draw() {
@@ -213,4 +215,5 @@
     describe(chosen);
   }
   draw();
+  layerStrip.scrollLeft = layerStrip.scrollWidth; // on a phone: the selected layer is the last
 })();

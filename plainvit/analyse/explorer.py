@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from plainvit.analyse.attention import reduce_attention, require_global_attention
-from plainvit.analyse.page import CRISP, Html, Section, data_url, element, make_section, pluralize
+from plainvit.analyse.html import CRISP, Html, Section, data_url, element, make_section, pluralize
 from plainvit.analyse.subject import Subject
 from plainvit.models import ViT
 from plainvit.models.inference import in_eval_mode
@@ -27,7 +27,8 @@ from plainvit.models.inference import in_eval_mode
 BUDGET = 6_120_000  # bytes of attention before it is compressed: as base64 8.2 MB at worst; the report stays below 10
 IMAGES = 6
 COARSEST = 6  # cells along a side; coarser maps of single heads are not useful
-DARK = 48  # median pixel value, of 255
+QUANTILE = 0.97  # of a map, where its scale ends, so that a few large values do not hide all others
+MIN_LIMIT = 0.1  # of its largest value, where its scale ends if the quantile is lower
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,9 @@ def _list_plans(model: ViT, images: int) -> list[Plan]:
 class View(NamedTuple):
     """Attention of one image in one head, or the mean of the heads of a layer."""
 
-    gray: np.ndarray  # uint8 [queries, cells], each row scaled by its maximum
+    gray: np.ndarray  # uint8 [queries, cells]; in each row 255 is its limit or more
     largest: np.ndarray  # [queries], the maxima in thousandths
+    limit: np.ndarray  # [queries], where the scales of the maps end, in thousandths
 
 
 @torch.no_grad()
@@ -101,10 +103,21 @@ def _make_view(model: ViT, attention: Tensor, pool: int) -> View:
     rows = torch.cat((attention[prefix:], attention[: min(prefix, 1)])).float()  # [queries, N]: patches, then the token
     patches, token = rows[:, prefix:].unflatten(1, model.config.grid), rows[:, : min(prefix, 1)]
     sums = F.avg_pool2d(patches[:, None], pool, ceil_mode=True, divisor_override=1).flatten(1)  # [queries, cells]
-    largest = sums.amax(1, keepdim=True)
-    scaled = torch.cat((sums / largest.clamp(min=torch.finfo(sums.dtype).tiny), token), 1)
+    largest, limit = sums.amax(1), find_limits(sums)
+    scaled = torch.cat(((sums / limit[:, None]).clamp(max=1), token), 1)
     gray = (255 * scaled).round().to(torch.uint8)
-    return View(gray.cpu().numpy(), (1000 * largest[:, 0]).round().int().cpu().numpy())
+    return View(gray.cpu().numpy(), _to_thousandths(largest), _to_thousandths(limit))
+
+
+def find_limits(maps: Tensor) -> Tensor:
+    """[queries]: where the scale of each map [queries, cells] ends; larger values have the color of that end."""
+    quantile = maps.kthvalue(math.ceil(QUANTILE * maps.shape[1]), 1).values
+    smallest = (MIN_LIMIT * maps.amax(1)).clamp(min=torch.finfo(maps.dtype).tiny)
+    return quantile.maximum(smallest)
+
+
+def _to_thousandths(values: Tensor) -> np.ndarray:
+    return (1000 * values).round().int().cpu().numpy()
 
 
 def explorer_section(subject: Subject, plan: Plan | None = None) -> tuple[Section, str]:
@@ -113,7 +126,8 @@ def explorer_section(subject: Subject, plan: Plan | None = None) -> tuple[Sectio
     plan = plan or plan_explorer(model, count)
     text = (
         "Click a patch, or use the arrow keys, to see its attention; select a layer (Page Up, Page Down) and a head to "
-        "enlarge them. On dark images, switch to the heat map. "
+        "enlarge them. The scale of a map ends at its 97th percentile, so that a few patches with much attention do "
+        "not hide the rest. "
     )
     if model.config.class_token:
         text += (
@@ -157,10 +171,10 @@ def _collect_data(subject: Subject, plan: Plan) -> dict[str, object]:
         "headPool": plan.head_pool,
         "token": token,
         "reads": reads,
-        "heat": is_crisp or float(images.float().median()) < DARK,  # shading hides details of small and dark images
         "crisp": is_crisp,
         "maps": [[data_url(Image.fromarray(view.gray), "png", optimize=True) for view in row] for row in views],
         "largest": [[view.largest.tolist() for view in row] for row in views],
+        "limit": [[view.limit.tolist() for view in row] for row in views],
     }
 
 

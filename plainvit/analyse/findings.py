@@ -10,7 +10,7 @@ import torch
 
 from plainvit.analyse import attention, drawings, embeddings
 from plainvit.analyse.gallery import Cell, draw_cells
-from plainvit.analyse.page import Html, element, embed_image, join
+from plainvit.analyse.html import Html, element, embed_image, join
 from plainvit.analyse.subject import Finding, Findings, Subject
 
 SHOWN = 6  # images with maps

@@ -15,9 +15,9 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from rich.cells import cell_len, set_cell_size
 
-from plainvit.analyse import page
+from plainvit.analyse import html
 from plainvit.analyse.figures import COLORS, new_axes, number, printable, styled
-from plainvit.analyse.page import Html, Section
+from plainvit.analyse.html import Html, Section
 from plainvit.data.decode import ImageError
 from plainvit.data.sources import Source
 
@@ -137,30 +137,30 @@ def predictions_section(
     errors = [sample for sample in samples if not sample.is_correct]
     errors.sort(key=lambda sample: float(np.nan_to_num(-number(sample.probability), nan=1.0)))
     correct = [sample for sample in samples if sample.is_correct]
-    parts = [page.element("p", _describe_selection(len(errors), len(correct), totals), class_="note")]
+    parts = [html.element("p", _describe_selection(len(errors), len(correct), totals), class_="note")]
     for kind, group in (("Errors", errors), ("Correct", correct)):
         if group:
-            parts.append(page.element("h3", kind, " ", page.element("span", len(group), class_="quiet")))
-            parts.append(page.element("div", *map(_sample_card, group), class_="samples"))
-    return page.make_section(title, *parts)
+            parts.append(html.element("h3", kind, " ", html.element("span", len(group), class_="quiet")))
+            parts.append(html.element("div", *map(_sample_card, group), class_="samples"))
+    return html.make_section(title, *parts)
 
 
 def _describe_selection(wrong: int, right: int, totals: tuple[int, int] | None) -> str:
     """Which predictions are shown: the selection may not reflect the accuracy."""
     errors, images = totals or (wrong, wrong + right)
-    text = f"Shown: {wrong:,} of {page.pluralize(errors, 'error')}, the most confident first"
+    text = f"Shown: {wrong:,} of {html.pluralize(errors, 'error')}, the most confident first"
     return f"{text}, and {right:,} of {images - errors:,} correct predictions." if right else f"{text}."
 
 
 def _sample_card(sample: Sample) -> Html:
     probability = number(sample.probability)
-    confidence = page.NONE if math.isnan(probability) else f"{100 * probability:.0f}{page.SPACE}%"
-    first = page.element("b", sample.prediction), page.element("span", confidence, class_="quiet")
+    confidence = html.NONE if math.isnan(probability) else f"{100 * probability:.0f}{html.SPACE}%"
+    first = html.element("b", sample.prediction), html.element("span", confidence, class_="quiet")
     caption = [
-        page.element("div", *first, class_="line"),
-        "" if sample.is_correct else page.element("div", page.element("span", "true: ", class_="quiet"), sample.truth),
-        page.element("div", sample.name, class_="file", title=sample.name),
+        html.element("div", *first, class_="line"),
+        "" if sample.is_correct else html.element("div", html.element("span", "true: ", class_="quiet"), sample.truth),
+        html.element("div", sample.name, class_="file", title=sample.name),
     ]
-    image = page.embed_image(sample.image, f"{sample.truth}, predicted {sample.prediction}")
+    image = html.embed_image(sample.image, f"{sample.truth}, predicted {sample.prediction}")
     kind = "sample right" if sample.is_correct else "sample wrong"
-    return page.element("figure", image, page.bar(probability), page.element("figcaption", *caption), class_=kind)
+    return html.element("figure", image, html.bar(probability), html.element("figcaption", *caption), class_=kind)

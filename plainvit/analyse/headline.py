@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from plainvit.analyse.figures import number
-from plainvit.analyse.page import NONE, Html, fact, percent, pluralize, points
+from plainvit.analyse.html import NONE, Html, fact, percent, pluralize, points
 from plainvit.evaluate.statistics import describe_confidence
 
 

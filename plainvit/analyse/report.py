@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from plainvit.analyse import page
+from plainvit.analyse import html
 from plainvit.analyse.confusion import class_section, confusion_section
 from plainvit.analyse.curves import Table, curves_section, tabulate
 from plainvit.analyse.figures import number, printable
 from plainvit.analyse.gallery import Sample, predictions_section
 from plainvit.analyse.headline import make_facts, make_headline
+from plainvit.analyse.html import Html, Section
 from plainvit.analyse.masked import read_masked_figures
-from plainvit.analyse.page import Html, Section
 from plainvit.config import Config, flatten, to_json
 from plainvit.disk import read_json, write_text
 from plainvit.evaluate.metrics import class_metrics
-from plainvit.runtime.display import readable
+from plainvit.runtime.display import format_duration
 from plainvit.runtime.folder import metrics
 
 OBJECTIVES = {
@@ -56,7 +56,7 @@ class Run:
     @property
     def split(self) -> str:
         """The split that the report shows: test if there is one."""
-        return next((split for split in page.SPLIT if split in self.results), "")
+        return next((split for split in html.SPLIT if split in self.results), "")
 
     def result(self, split: str) -> dict[str, Any]:
         return self.results.get(split, {})
@@ -95,7 +95,7 @@ def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") 
     ]
     title = printable(run.config.get("recipe") or folder.resolve().name)
     subtitle = "Training run", folder.resolve().name, printable(run.environment.get("started") or "")[:10]
-    write_text(folder / "report.html", page.render_page(title, _summarize(run), sections, subtitle=subtitle))
+    write_text(folder / "report.html", html.render_page(title, _summarize(run), sections, subtitle=subtitle))
     return folder / "report.html"
 
 
@@ -103,8 +103,8 @@ def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") 
 
 
 def _summarize(run: Run) -> Html:
-    rows = [page.element("dl", *facts, class_="facts") for facts in (_headline(run), _facts(run)) if facts]
-    return page.join([page.element("p", _describe_training(run), class_="lead"), *rows, *_notices(run)])
+    rows = [html.element("dl", *facts, class_="facts") for facts in (_headline(run), _facts(run)) if facts]
+    return html.join([html.element("p", _describe_training(run), class_="lead"), *rows, *_notices(run)])
 
 
 def _describe_training(run: Run) -> str:
@@ -113,8 +113,8 @@ def _describe_training(run: Run) -> str:
     text = _describe_model(run.config.get("model") or {}, init)
     text += f", fine-tuned from {init}" if init else ", trained from scratch"
     text += OBJECTIVES.get(str(run.config.get("objective")), "") + (f" on {data}" if data else "")
-    sizes = [page.pluralize(run.images("train"), "training image")] if "splits" in run.data else []
-    sizes += [page.pluralize(len(run.classes), "class", "classes")] if run.classes else []
+    sizes = [html.pluralize(run.images("train"), "training image")] if "splits" in run.data else []
+    sizes += [html.pluralize(len(run.classes), "class", "classes")] if run.classes else []
     return f"{text}: {' of '.join(sizes)}." if sizes else f"{text}."
 
 
@@ -134,25 +134,26 @@ def _describe_model(model: Mapping[str, Any], init: object) -> str:
 def _headline(run: Run) -> list[Html]:
     """The main result: on test images, else validation images, else the last validation during training."""
     if result := run.result(run.split):
-        return [make_headline(result, page.SPLIT[run.split])]
+        return [make_headline(result, html.SPLIT[run.split])]
     rows = np.flatnonzero(np.isfinite(run.curves["val_top1"]))
     if not len(rows):
         return []
     step, top1 = (float(run.curves[column][rows[-1]]) for column in ("step", "val_top1"))
-    note = f"last of {page.pluralize(len(rows), 'validation')} during training, at step {step:,.0f}"
-    return [page.fact("validation top-1 accuracy", page.percent(top1), note, is_headline=True)]
+    note = f"last of {html.pluralize(len(rows), 'validation')} during training, at step {step:,.0f}"
+    return [html.fact("validation top-1 accuracy", html.percent(top1), note, is_headline=True)]
 
 
 def _facts(run: Run) -> list[Html]:
     facts, val = _first_result_facts(run), run.result("val")
     if run.split == "test" and val:
         note = "optimistic, see below" if run.results.get("chosen_on_val") else ""
-        top1 = page.percent(number(val.get("top1")), number(val.get("images")))
-        facts.append(page.fact("validation top-1", top1, note))
+        top1 = html.percent(number(val.get("top1")), number(val.get("images")))
+        facts.append(html.fact("validation top-1", top1, note))
     seconds, device = number(run.environment.get("seconds")), run.environment.get("device")
     if not math.isnan(seconds):
-        facts.append(page.fact("training time", readable(seconds), f"on {printable(device, 40)}" if device else ""))
-    return [*facts, *_step_facts(run), *make_facts(run.result(run.split), page.SPLIT.get(run.split, ""))]
+        note = f"on {printable(device, 40)}" if device else ""
+        facts.append(html.fact("training time", format_duration(seconds), note))
+    return [*facts, *_step_facts(run), *make_facts(run.result(run.split), html.SPLIT.get(run.split, ""))]
 
 
 def _first_result_facts(run: Run) -> list[Html]:
@@ -160,8 +161,8 @@ def _first_result_facts(run: Run) -> list[Html]:
     first = run.result("first")
     if not first:
         return []
-    note = f"{page.pluralize(first['images'], 'held-out image')}, after {readable(first['seconds'])}"
-    return [page.fact("first result", page.percent(first["top1"]), "linear head on frozen features", note)]
+    note = f"{html.pluralize(first['images'], 'held-out image')}, after {format_duration(first['seconds'])}"
+    return [html.fact("first result", html.percent(first["top1"]), "linear head on frozen features", note)]
 
 
 def _step_facts(run: Run) -> list[Html]:
@@ -169,30 +170,30 @@ def _step_facts(run: Run) -> list[Html]:
     if not len(run.curves["step"]):
         return []
     taken = run.results.get("steps", run.curves["step"][-1])
-    planned, hours = run.results.get("steps_asked", taken), run.config.get("hours")
+    planned, hours = run.results.get("steps_planned", taken), run.config.get("hours")
     limited = f"of {planned:,}: limited by --hours {hours:g}" if planned > taken and hours else ""
     epochs = np.nanmax(run.curves["epoch"], initial=0)
-    return [page.fact("steps", f"{taken:,.0f}", limited, f"{epochs:,.1f} epochs")]
+    return [html.fact("steps", f"{taken:,.0f}", limited, f"{epochs:,.1f} epochs")]
 
 
 def _notices(run: Run) -> Iterable[Html]:
     yield from _state_notices(run)
-    for split, name in page.SPLIT.items():
+    for split, name in html.SPLIT.items():
         unreadable = number(run.result(split).get("unreadable"))
         if unreadable > 0:
-            yield page.notice(page.describe_unreadable(unreadable, f"{name} image"), warning=True)
+            yield html.notice(html.describe_unreadable(unreadable, f"{name} image"), warning=True)
     trained = run.result("trained")
     if run.results.get("final") == "first" and trained:
-        reached = page.percent(trained["top1"], run.images("val"))
+        reached = html.percent(trained["top1"], run.images("val"))
         compared = "as many as" if trained["top1"] == run.result("first")["top1"] else "fewer than"
         text = f"{compared} the first result, which is kept because it fits fewer weights"
-        yield page.notice(f"After training, {reached} of the held-out images were correct, {text}.")
+        yield html.notice(f"After training, {reached} of the held-out images were correct, {text}.")
     if run.results.get("chosen_on_val") or run.result("val").get("chosen_on_val"):
-        yield page.notice(_describe_selection_bias(run))
+        yield html.notice(_describe_selection_bias(run))
     if better := run.result("better_before"):
-        top1 = page.percent(better["top1"], run.images("val"))
+        top1 = html.percent(better["top1"], run.images("val"))
         text = f"Step {better['step']:,} had a higher validation accuracy, {top1}: use --patience N to keep the best"
-        yield page.notice(f"The final weights are those of the last step. {text} weights.")
+        yield html.notice(f"The final weights are those of the last step. {text} weights.")
 
 
 def _state_notices(run: Run) -> Iterable[Html]:
@@ -201,9 +202,9 @@ def _state_notices(run: Run) -> Iterable[Html]:
     if state in STATES:
         where = f"at step {run.status['step']:,} of {run.status['steps']:,}"
         where = f"{where}: {reason}" if reason else where
-        yield page.notice(page.element("b", STATES[state]), f" {where}.", warning=True)
+        yield html.notice(html.element("b", STATES[state]), f" {where}.", warning=True)
     if skipped := int((run.curves["skipped"] > 0).sum()):
-        yield page.notice(f"{page.pluralize(skipped, 'step')} skipped: loss or gradient was NaN or Inf.", warning=True)
+        yield html.notice(f"{html.pluralize(skipped, 'step')} skipped: loss or gradient was NaN or Inf.", warning=True)
 
 
 def _describe_selection_bias(run: Run) -> str:
@@ -221,12 +222,12 @@ def _masked_section(run: Run) -> Section | None:
     parts: list[Html] = []
     for step, pixels in read_masked_figures(run.folder):
         label = f"Images, masked images and predictions at step {step}"
-        image = page.embed_image(pixels, label, max(pixels.shape[:2]))
-        parts += [page.element("h3", f"Step {step:,}"), page.element("div", image, class_="scroll")]
+        image = html.embed_image(pixels, label, max(pixels.shape[:2]))
+        parts += [html.element("h3", f"Step {step:,}"), html.element("div", image, class_="scroll")]
     note = "From top to bottom: held-out images, model input (masked patches in gray), predictions."
     if run.config.get("masked", {}).get("normalize"):
         note += " Mean and contrast of each patch are taken from the image: they are not predicted."
-    return page.make_section("Masked prediction", note, *parts) if parts else None
+    return html.make_section("Masked prediction", note, *parts) if parts else None
 
 
 def _count_errors(run: Run) -> tuple[int, int] | None:
@@ -240,7 +241,7 @@ def _confusion_sections(run: Run) -> list[Section]:
     if not counts:
         return []
     matrix = np.array(counts, float)  # rows are true classes
-    section = confusion_section(matrix, run.classes, f"{page.SPLIT[run.split]} images", run.folder)
+    section = confusion_section(matrix, run.classes, f"{html.SPLIT[run.split]} images", run.folder)
     metrics = class_metrics(np.diag(matrix), matrix.sum(1), matrix.sum(0))
     return [section, class_section(metrics, run.classes)]
 
@@ -248,12 +249,12 @@ def _confusion_sections(run: Run) -> list[Section]:
 def _command_section(run: Run) -> Section | None:
     parts: list[str] = []
     if command := run.environment.get("command"):
-        parts += ["Run it again:", page.code_block(str(command))]
+        parts += ["Run it again:", html.code_block(str(command))]
     if run.status.get("state") == "done" or (run.folder / "model.safetensors").exists():
         folder = shlex.quote(str(run.folder))
-        parts += ["Show what the model has learned:", page.code_block(f"plainvit analyse {folder}")]
-        parts += ["Fine-tune it on your photos:", page.code_block(f"plainvit finetune --init {folder} --data DIR")]
-    return page.make_section("Commands", *parts) if parts else None
+        parts += ["Show what the model has learned:", html.code_block(f"plainvit analyse {folder}")]
+        parts += ["Fine-tune it on your photos:", html.code_block(f"plainvit finetune --init {folder} --data DIR")]
+    return html.make_section("Commands", *parts) if parts else None
 
 
 def _settings_section(run: Run) -> Section | None:
@@ -261,28 +262,28 @@ def _settings_section(run: Run) -> Section | None:
         return None
     defaults = flatten(to_json(Config()))
     changed = {key: _format_value(value) for key, value in flatten(run.config).items() if defaults.get(key) != value}
-    summary = page.element("summary", f"{page.pluralize(len(changed), 'setting')} that differ from the defaults")
-    return page.make_section("Settings", _data_table(run), page.element("details", summary, page.pairs(changed)))
+    summary = html.element("summary", f"{html.pluralize(len(changed), 'setting')} that differ from the defaults")
+    return html.make_section("Settings", _data_table(run), html.element("details", summary, html.pairs(changed)))
 
 
 def _data_table(run: Run) -> Html:
     """The number of images of each split, and the fingerprint of their names and labels."""
     values = {}
     for name, part in run.data.get("splits", {}).items():
-        values[page.SPLIT[name]] = f"{page.pluralize(part['images'], 'image')}, fingerprint {part['fingerprint']}"
-    return page.pairs(values) if values else Html("")
+        values[html.SPLIT[name]] = f"{html.pluralize(part['images'], 'image')}, fingerprint {part['fingerprint']}"
+    return html.pairs(values) if values else Html("")
 
 
 def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(map(_format_value, value)) or page.NONE
+        return ", ".join(map(_format_value, value)) or html.NONE
     if isinstance(value, float):
-        return f"{value:.10g}" if math.isfinite(value) else page.NONE
-    return page.NONE if value is None or value == "" else str(value)
+        return f"{value:.10g}" if math.isfinite(value) else html.NONE
+    return html.NONE if value is None or value == "" else str(value)
 
 
 def _machine_section(run: Run) -> Section | None:
     values = {key: _format_value(value) for key, value in flatten(run.environment).items() if key != "command"}
-    return page.make_section("Machine", page.pairs(values)) if values else None
+    return html.make_section("Machine", html.pairs(values)) if values else None

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from plainvit.analyse.gallery import choose_evenly
-from plainvit.analyse.page import Html
+from plainvit.analyse.html import Html
 from plainvit.data.decode import DataError, ImageError
 from plainvit.data.sources import MissingSplitError, Source, open_source
 from plainvit.data.splits import choose_split, find_training_config
@@ -26,6 +26,8 @@ from plainvit.evaluate.inputs import find
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.models.inference import check_finite
+from plainvit.weights.published import PUBLISHED
+from plainvit.weights.reading import resolve
 
 MIN_LABELED = 16  # images needed for an accuracy
 
@@ -100,6 +102,9 @@ def resolve_data(model: str | Path, data: str, data_root: str) -> tuple[str, str
         return data, data_root
     stored = run_settings(model)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
+        is_on_hub = str(model).startswith("hf:") or str(model) in PUBLISHED
+        if not is_on_hub and not resolve(model).exists():
+            raise ValueError(f"there is no file or folder {model}")
         raise ValueError(f"--data is required, since {model} is no run folder: give a folder or a dataset name")
     return stored["data"], data_root or stored.get("data_root") or ""
 

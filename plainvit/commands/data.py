@@ -57,6 +57,12 @@ def pack(
     from plainvit.data.pack import pack as write_shards
 
     packed = write_shards(data, target, side, quality, data_root)
-    size = f"{packed['images']:,} images, {packed['bytes'] / 2**20:,.1f} MiB"
-    line = Text(f"{size}, {len(packed['left_out'])} left out: {target}")  # brackets in a path are not markup
-    print_result(packed, None if json else line)
+    unreadable = len(packed["left_out"])
+    line = f"packed {packed['images']:,} images ({_format_bytes(packed['bytes'])}) into {target}/"
+    if unreadable:
+        line += f"; {unreadable:,} unreadable image{'' if unreadable == 1 else 's'} left out (listed with --json)"
+    print_result(packed, None if json else Text(line))  # brackets in a path are not markup
+
+
+def _format_bytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"

@@ -47,7 +47,7 @@ def evaluate(
     from dataclasses import asdict
 
     from plainvit.analyse.evaluation import evaluate_model, summary_table
-    from plainvit.runtime.folder import finite
+    from plainvit.runtime.folder import replace_non_finite
 
     changes = collect_pixel_flags(flags)
     if text_head is not None:
@@ -69,22 +69,22 @@ def evaluate(
     )
     if evaluation:  # only the main process has it
         card = {"folder": str(evaluation.folder), **asdict(evaluation.card)}
-        print_result(finite(card), None if json else summary_table(evaluation))
+        print_result(replace_non_finite(card), None if json else summary_table(evaluation))
     return None
 
 
 def compare(runs: tuple[Path, ...], /, *, json: Json = False) -> None:
     """Compare evaluations with the first one and test whether the differences are significant.
 
-    Two evaluations are compared on the images that both have; file names may differ. Different settings are listed.
-    Runs that differ only in the seed are also grouped: mean, standard deviation, and the difference between groups with
-    its interval.
+    Two evaluations are compared on the images that both have; file names may differ. Different settings are listed, and
+    published results are shown if known. Runs that differ only in the seed are also grouped: mean, standard deviation,
+    and the difference between groups with its interval.
 
     Args:
         runs: Run folders or output folders of `plainvit evaluate`; the first is compared with each of the others
     """
     from plainvit.evaluate import compare as comparison
-    from plainvit.runtime.folder import finite
+    from plainvit.runtime.folder import replace_non_finite
 
     report = comparison.compare(runs)
-    print_result(finite(report), None if json else comparison.table(report))
+    print_result(replace_non_finite(report), None if json else comparison.table(report))

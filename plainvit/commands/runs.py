@@ -76,12 +76,12 @@ def _train(command: str, recipe: str, settings: Settings, flags: RunFlags) -> Pr
     if os.environ.get("RANK", "0") != "0":  # only the main process prints
         return None
     if flags.json:
-        for scores in run.numbers.values():
+        for scores in run.metrics.values():
             if isinstance(scores, dict):
                 scores.pop("confusion", None)  # a row for each pair of classes; it is in results.json
-        print_result({"folder": str(run.folder), **run.numbers}, None)
+        print_result({"folder": str(run.folder), **run.metrics}, None)
         return None
-    for line in (*describe_choice(run.numbers), *describe_results(run.numbers)):
+    for line in (*describe_choice(run.metrics), *describe_results(run.metrics)):
         print(line)
     print(f"report: {run.folder / 'report.html'}")
     return None
@@ -181,13 +181,13 @@ def recipes(pattern: str = "", /, *, json: Json = False) -> None:
         json: Print JSON instead of a table, with source, command and the full config
     """
     from plainvit.config import to_json
-    from plainvit.recipes import about, list_recipes, recipe
+    from plainvit.recipes import list_recipes, read_docstring, recipe
     from plainvit.recipes.starters import RECIPES as STARTERS
 
     names = list_recipes(pattern) if pattern else list(STARTERS)
     if not names:
         raise ValueError(f"no recipe matches {pattern!r}; `plainvit recipes '*'` lists all")
-    rows = [about(name) for name in names]
+    rows = [read_docstring(name) for name in names]
     if json:
         print_result([row | {"config": to_json(recipe(row["name"]))} for row in rows], None)
         return
@@ -228,8 +228,8 @@ def replay(
         step: Step number as in the metrics: a captured step, or one right after a checkpoint; default: last captured
         data_root: Folder with the known datasets, if it has moved
     """
-    from plainvit.runtime.folder import finite
+    from plainvit.runtime.folder import replace_non_finite
     from plainvit.train import replay as rerun
 
     report = rerun.replay(run, step, data_root, device)
-    print_result(finite(report), None if json else rerun.table(report))
+    print_result(replace_non_finite(report), None if json else rerun.table(report))

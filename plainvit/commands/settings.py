@@ -1,7 +1,9 @@
 """Recipe and flags -> the config of a run, for train, finetune, plan and doctor."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from plainvit.commands.flags import Settings
@@ -16,11 +18,13 @@ def configure_run(command: str, name: str, given: Settings, *, quiet: bool = Fal
     config = recipe(name, _summarize_data(name, given)) if name else Config()
     changes, nested = _split_names(given)
     start = Config(**{key: changes.get(key, getattr(config, key)) for key in ("init", "image_size", "head", "recipe")})
-    model = _select_model(config, start, changes.pop("model", ""), nested.pop("model", {}), command)
+    settings = nested.pop("model", {})
+    with _name_flags(tuple(settings)):
+        model = _select_model(config, start, changes.pop("model", ""), settings, command)
     if model and not start.init:
         changes["image_size"] = 0  # it is part of the model now
     for part, values in nested.items():
-        current = getattr(config, part) or _implied_preprocess(start, command)
+        current = getattr(config, part) or _infer_preprocess(start, command)
         changes[part] = current.replace(**values)
     return config.replace(model=model, **changes)
 
@@ -88,7 +92,19 @@ def _select_model(config: Config, start: Config, name: str, settings: dict[str, 
     return model.replace(**settings) if model else None
 
 
-def _implied_preprocess(start: Config, command: str) -> Preprocess:
+@contextlib.contextmanager
+def _name_flags(settings: Collection[str]) -> Iterator[None]:
+    """Errors of a model start with the name of a setting; here with its flag, if it was given as one."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, problem = str(error).partition(" ")
+        if name not in settings:
+            raise
+        raise ValueError(f"--model.{name.replace('_', '-')} {problem}") from error
+
+
+def _infer_preprocess(start: Config, command: str) -> Preprocess:
     """The preprocessing of a config that has none: that of init, or the default. A plan does not depend on it."""
     if not start.init or command == "plan":
         return Preprocess()

@@ -76,7 +76,9 @@ def study(
         with Workers(at_once or {"cpu": min(2, os.cpu_count() or 1), "gpu": 8}[budget]) as workers:
             failed = _run_studies(chosen, settings, workers)
     except KeyboardInterrupt:
-        exit_with_error(f"interrupted; run the same command to resume with the finished runs in {out / 'runs'}", 130)
+        exit_with_error(
+            f"interrupted; run the same command to resume with the finished runs in {out / 'ledger.jsonl'}", 130
+        )
     stored = report.read_verdicts(out)
     verdicts = [
         stored[study.name] for study in chosen if study.name in stored and report.is_current(stored[study.name])
@@ -92,23 +94,23 @@ def study(
 def _find_studies(names: tuple[str, ...]) -> "list[Study]":
     """The studies by name. An unknown name is an error before anything heavy is loaded."""
     from plainvit.config import nearest
-    from plainvit.recipes import in_file
+    from plainvit.recipes import is_user_file
     from plainvit.studies.claims import read_claims
 
     known = list(read_claims())
-    built_in = [name for name in names if not in_file(name)]
+    built_in = [name for name in names if not is_user_file(name)]
     for name in built_in:
         if name not in (*known, "all"):
             raise ValueError(f"unknown study {name!r}; {nearest(name, known)}; `plainvit study list` lists all")
     from plainvit.studies.registry import own_study, studies
 
-    own = [own_study(name) for name in dict.fromkeys(names) if in_file(name)]
+    own = [own_study(name) for name in dict.fromkeys(names) if is_user_file(name)]
     return [study for name, study in studies().items() if name in built_in or "all" in built_in] + own
 
 
 def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
     """Print the number of missing runs and the GPU time of each study and of all."""
-    from plainvit.runtime.display import readable
+    from plainvit.runtime.display import format_duration
     from plainvit.studies.plans import Plan, missing_time
 
     known = settings.open_ledger()
@@ -123,7 +125,7 @@ def _print_plan(chosen: "list[Study]", settings: "Settings") -> None:
         groups[f"all {len(chosen)} studies"] = plans
     for name, group in groups.items():
         count, seconds = missing_time(group, known)
-        cost = f", about {readable(seconds)} of an H200" if settings.budget == "gpu" else ""
+        cost = f", about {format_duration(seconds)} of an H200" if settings.budget == "gpu" else ""
         print(f"{name}: {count} runs{cost}", file=sys.stderr)
     names = {job.run for plan in plans for job in plan.all_jobs()} & known.runs.keys()
     commits = ", ".join(sorted({known.runs[name]["commit"] or "unknown" for name in names}))

@@ -4,7 +4,7 @@
     images.read(i)                                            # decoded at the first read, later only copied
 
 An image is stored whole, unless the crops need less than half of its pixels; then it is shrunk, with antialiasing, to
-the size that a crop of a quarter of its area (`LEAST_AREA`) needs, or the smallest crop that the augmentation draws, if
+the size that a crop of a quarter of its area (`MIN_AREA`) needs, or the smallest crop that the augmentation draws, if
 that is larger. Pixels do not depend on memory: a run that resumes where nothing fits decodes and shrinks each image
 again.
 """
@@ -20,7 +20,7 @@ from plainvit.data.decode import ImageError, decode, get_image_size
 from plainvit.data.sources import Source, Subset
 from plainvit.data.transforms import resize_image
 
-LEAST_AREA = 0.25  # smaller crops of a shrunk image may be enlarged: by 2.2 for 5 % of the area
+MIN_AREA = 0.25  # smaller crops of a shrunk image may be enlarged: by 2.2 for 5 % of the area
 
 
 class CachedSource(Subset):
@@ -69,7 +69,7 @@ def _find_least_size(augment: Augment, out: tuple[int, int]) -> tuple[float, flo
         return math.inf, math.inf
     if augment.crop == "random":
         return augment.resized_side(out[0]), augment.resized_side(out[1])
-    factor = 1.0 if augment.crop == "none" else max(augment.area[0], LEAST_AREA) ** -0.5
+    factor = 1.0 if augment.crop == "none" else max(augment.area[0], MIN_AREA) ** -0.5
     return out[0] * factor, out[1] * factor
 
 

@@ -1,8 +1,8 @@
 """Hashes that show whether images have changed: names alone do not.
 
-sample_hash(source)       hash of the bytes of some images: equal for copies in another place
-content_stamp(source)     also changes with the size and modification time of every file
-content_numbers(source)   a number in [0, 1) for each image: equal for copies under any name
+sample_hash(source)             hash of the bytes of some images: equal for copies in another place
+content_stamp(source)           also changes with the size and modification time of every file
+hash_to_unit_interval(source)   a number in [0, 1) for each image: equal for copies under any name
 """
 
 import hashlib
@@ -52,8 +52,11 @@ def content_stamp(source: Source) -> str:
     return digest.hexdigest()[:16]
 
 
-def content_numbers(source: Source) -> np.ndarray:
-    """Numbers [N] in [0, 1), uniform, from the bytes that `Source.identify` returns; an unreadable image's name."""
+def hash_to_unit_interval(source: Source) -> np.ndarray:
+    """A number in [0, 1) for each image [N], uniformly distributed: a hash of the bytes that `Source.identify` returns.
+
+    If an image cannot be read, its name is hashed instead.
+    """
 
     def compute(index: int) -> float:
         try:

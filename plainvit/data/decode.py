@@ -115,8 +115,8 @@ def _exif_orientation(image: Image.Image) -> int:
         return 1  # Pillow rotates TIFFs itself; getexif would decode the whole PNG, and would read XMP in a JPEG
     try:
         orientation = image.getexif().get(0x0112, 1)
-    except Exception as error:  # Pillow's parsers raise anything on damaged metadata
-        raise ImageError(first_line(error)) from error
+    except Exception:  # Pillow's parsers raise anything on damaged metadata; the pixels may still be intact
+        return 1
     return orientation if orientation in range(1, 9) else 1
 
 

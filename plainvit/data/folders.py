@@ -27,11 +27,11 @@ def open_folder(folder: Path, split: str) -> Source:
         return lists.open_list(folder / lists.LIST, split)
     folders = _find_split_folders(folder)
     if not folders and split == "train":
-        return _open_class_folders(folder, class_names(folder))
+        return _open_class_folders(folder, list_class_folders(folder))
     if split not in folders:
         raise MissingSplitError(f"{folder} has no {split} split: no folder {' or '.join(SPLITS[split])}")
     labeled = [folders["train"]] if "train" in folders else folders.values()
-    classes = order_classes({name for path in labeled for name in class_names(path)})
+    classes = order_classes({name for path in labeled for name in list_class_folders(path)})
     return _open_class_folders(folders[split], classes)
 
 
@@ -44,10 +44,10 @@ def _find_split_folders(folder: Path) -> dict[str, Path]:
             folders[split] = existing[0]
     if "train" in folders:
         return folders
-    return {split: path for split, path in folders.items() if class_names(path)}
+    return {split: path for split, path in folders.items() if list_class_folders(path)}
 
 
-def class_names(folder: Path) -> list[str]:
+def list_class_folders(folder: Path) -> list[str]:
     """Names of the class folders, in label order."""
     with os.scandir(folder) as entries:
         return order_classes(entry.name for entry in entries if not entry.name.startswith(".") and is_folder(entry))
@@ -62,7 +62,7 @@ def order_classes(names: Iterable[str]) -> list[str]:
 
 
 def _open_class_folders(folder: Path, classes: Sequence[str]) -> Source:
-    own = class_names(folder)
+    own = list_class_folders(folder)
     if not own:
         layout = "put the images of each class into a folder of its own, such as beagle/1.jpg"
         raise DataError(f"{folder} has no class folders and no labels.csv: {layout}")

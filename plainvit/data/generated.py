@@ -17,7 +17,7 @@ from plainvit.data.sources import MissingSplitError, Source
 
 # Each split of `shapes` has its own random stream, so that no training set contains test images
 STREAMS = {"train": 0, "val": 1, "test": 2}
-MOST_HELD_OUT = 10_000  # largest number of val or test images of `shapes`
+MAX_HELD_OUT = 10_000  # largest number of val or test images of `shapes`
 
 
 class ArraySource(Source):
@@ -139,5 +139,5 @@ def shapes(split: str, options: str) -> Shapes:
     if not all(least <= values[key] <= most for key, (least, most) in limits.items()):
         taken = ", ".join(f"{key} {least:,} to {most:,}" for key, (least, most) in limits.items())
         raise ValueError(f"shapes takes {taken}; got {options!r}")
-    count = values["count"] if split == "train" else min(values["count"], MOST_HELD_OUT)
+    count = values["count"] if split == "train" else min(values["count"], MAX_HELD_OUT)
     return Shapes(split, values["size"], count, values["classes"])

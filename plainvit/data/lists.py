@@ -55,8 +55,10 @@ def _read_rows(path: Path) -> list[_Row]:
                 if problem:
                     raise DataError(f"{path} line {reader.line_num}: {problem}")
                 rows.append(row)
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"{path} is not a well-formed list after line {reader.line_num}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not valid UTF-8: save it as UTF-8") from error
+        except csv.Error as error:
+            raise DataError(f"{path} is not valid CSV after line {reader.line_num}: {error}") from error
     return rows
 
 

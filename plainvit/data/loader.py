@@ -190,7 +190,8 @@ class Loader:
         for index, reason in bad:
             if index not in self.bad:
                 self.bad[index] = reason
-                log.warning("%s: %s (%d bad so far)", self.source.name(index), reason, len(self.bad))
+                count = f"{len(self.bad):,} unreadable image{'' if len(self.bad) == 1 else 's'} so far"
+                log.warning("%s: %s (%s)", self.source.name(index), reason, count)
         check_bad_count(len(self.bad), len(self.source))
 
 

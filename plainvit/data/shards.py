@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from plainvit.data.columns import MOST_CLASSES, check_range, map_file, report_damage
+from plainvit.data.columns import MAX_CLASSES, check_range, map_file, report_damage
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.folders import class_names
+from plainvit.data.folders import list_class_folders
 from plainvit.data.sources import SUFFIXES, Names, Source, check_length
 from plainvit.data.tables import INDEX, group_by_split
 
@@ -36,7 +36,7 @@ def has_tars(folder: Path) -> bool:
     """Whether the images of a folder are in tars. A tar next to class folders may be the download of their images."""
     if any((folder / name).is_file() for name in (INDEX, UNFINISHED)):
         return True
-    return next(folder.glob("*.tar"), None) is not None and not class_names(folder)
+    return next(folder.glob("*.tar"), None) is not None and not list_class_folders(folder)
 
 
 def open_tars(folder: Path, split: str) -> Source:
@@ -63,7 +63,8 @@ def _read_index(path: Path) -> pa.Table:
             raise ValueError("it has negative values")
     outside = [name for name in shards if Path(name).name != name]
     if outside:
-        raise DataError(f"{path} names the shard {outside[0]!r}, which is outside its folder")
+        problem = f"{path} names the shard {outside[0]!r}, which is outside its folder"
+        raise DataError(f"{problem}: run `plainvit data pack` again")
     return table
 
 
@@ -81,7 +82,9 @@ class TarSource(Source):
             classes = json.loads((table.schema.metadata or {}).get(b"plainvit", b"{}")).get("classes", ())
             names = tuple(map(str, classes))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{folder / INDEX} has no readable list of classes: {error}") from error
+            raise DataError(
+                f"{folder / INDEX} has no readable list of classes ({error}): run `plainvit data pack` again"
+            ) from error
         self.labels, self.classes = check_range(table.column("label").to_numpy(), names, folder)
         self._check_shards()
 
@@ -95,9 +98,13 @@ class TarSource(Source):
         for name, end in zip(self.shards, ends, strict=True):
             path = self.folder / name
             if not path.is_file():
-                raise DataError(f"{self.folder} lacks the shard {name}, which its index names")
+                raise DataError(
+                    f"{self.folder} lacks the shard {name}, which its index names: run `plainvit data pack` again"
+                )
             if path.stat().st_size < end:
-                raise DataError(f"{path} is truncated: its index names images beyond its end")
+                raise DataError(
+                    f"{path} is truncated: its index names images beyond its end; run `plainvit data pack` again"
+                )
 
     def read(self, index: int) -> bytes:
         length = int(self._length[index])
@@ -176,6 +183,6 @@ def _parse_label(data: bytes, path: Path) -> int:
     if not data.strip().removeprefix(b"-").isdigit():
         raise DataError(f"{path}: a .cls member must contain an integer, got {data[:20]!r}")
     label = int(data)
-    if not -1 <= label < MOST_CLASSES:
-        raise DataError(f"{path}: the label {label} is invalid (0 to {MOST_CLASSES - 1:,}, or -1 for none)")
+    if not -1 <= label < MAX_CLASSES:
+        raise DataError(f"{path}: the label {label} is invalid (0 to {MAX_CLASSES - 1:,}, or -1 for none)")
     return label

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from plainvit.config import LEAST_STEPS, Config, from_json
-from plainvit.data.content_hash import CARD_SAMPLE, content_numbers, sample_hash
+from plainvit.config import MIN_FINETUNE_STEPS, Config, from_json
+from plainvit.data.content_hash import CARD_SAMPLE, hash_to_unit_interval, sample_hash
 from plainvit.data.decode import DataError
 from plainvit.data.order import permutation
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, Subset, open_source
@@ -138,8 +138,8 @@ def find_data_problems(config: Config, splits: Splits) -> Iterator[tuple[str, st
         yield f"{subject} no training image ({names})", "add images or remove the class folder"
     if config.batch > images:
         yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
-    if config.init and 0 < config.steps < LEAST_STEPS:
-        yield f"a fine-tuning of {config.steps} steps is short", f"--steps {LEAST_STEPS} or more"
+    if config.init and 0 < config.steps < MIN_FINETUNE_STEPS:
+        yield f"a fine-tuning of {config.steps} steps is short", f"--steps {MIN_FINETUNE_STEPS} or more"
     if not config.init and images < 5000 and config.recipe != "small" and config.data.partition(":")[0] != "digits":
         gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
         weights = "vit_b16_augreg_i21k_224" if gpu else "vit_s16_augreg_i21k_i1k_224"  # as large as trains in minutes
@@ -169,11 +169,11 @@ def hold_out(source: Source, fraction: float) -> tuple[Source, Source]:
     """Split into (rest, held out) by content: the same images for every seed, machine and name of a file.
 
     Each image has a number from a hash of its content (`Source.identify`: of a file its size, first and last 4 KiB) and
-    is held out if that is below `fraction`, so copies of an image are never on both sides, and adding or removing
+    is held out if that is below `fraction`, so copies of an image are always in the same part, and adding or removing
     images moves no others. Of each class with two or more different images the lowest number is held out and the
-    highest is not, whatever the fraction; only these two may change sides when the class changes.
+    highest is not, whatever the fraction; only these two may move when images of the class are added or removed.
     """
-    numbers = content_numbers(source)
+    numbers = hash_to_unit_interval(source)
     lowest, highest = np.full(len(source.classes), np.inf), np.full(len(source.classes), -np.inf)
     np.minimum.at(lowest, source.labels, numbers)
     np.maximum.at(highest, source.labels, numbers)

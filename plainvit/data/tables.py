@@ -20,7 +20,7 @@ import pyarrow as pa
 from plainvit.data.columns import Layout, ParquetFile, check_range, convert_labels, is_text, read_names
 from plainvit.data.cores_and_memory import memory_budget
 from plainvit.data.decode import DataError, ImageError
-from plainvit.data.folders import class_names
+from plainvit.data.folders import list_class_folders
 from plainvit.data.sources import SPLITS, MissingSplitError, Source, find_part
 
 MEMORY_LIMIT = 4 * 2**30  # bytes of images that a process and its workers keep in memory at most
@@ -40,7 +40,7 @@ def _find_parquet_files(folder: Path) -> list[Path]:
     """Files in the folder, in its subfolders and in CONFIG/SPLIT/ (the hub's layout), without a full search."""
     files = [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]
     split_names = list(chain.from_iterable(SPLITS.values()))
-    for subfolder in class_names(folder):
+    for subfolder in list_class_folders(folder):
         for split_name in split_names:
             path = f"{folder}/{subfolder}/{split_name}"
             if os.path.isdir(path):  # noqa: PTH112 - there may be thousands of classes

@@ -37,7 +37,7 @@ from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.checkpoint import tensor_hash
 from plainvit.runtime.distributed import World
-from plainvit.runtime.folder import environment, finite
+from plainvit.runtime.folder import environment, replace_non_finite
 
 VERSION = 2
 CARD, IMAGES = "card.json", "images.parquet"
@@ -76,7 +76,7 @@ def make_card(predictor: Predictor, labels: Labels, result: Result, world: World
     """The card of an evaluation."""
     return Card(
         metrics=_compute_metrics(result, labels),
-        counts={"top1": int(result.right.sum()), "top5": int(result.hits.any(1).sum())},
+        counts={"top1": int(result.correct.sum()), "top5": int(result.hits.any(1).sum())},
         intervals={name: list(ends) for name, ends in result.intervals.items()},
         images=len(result.labels),
         unreadable=result.unreadable,
@@ -138,7 +138,7 @@ def _describe_preprocess(predictor: Predictor) -> dict[str, Any]:
     return described | {"hash": hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}
 
 
-def settings_of(path: Path, card: Card) -> dict[str, Any]:
+def read_run_settings(path: Path, card: Card) -> dict[str, Any]:
     """Settings of the run that the card or its weights belong to, with the steps really taken; {} if there is none."""
     settings = run_settings(path) or run_settings(card.name)
     return settings | ({"steps": card.model["steps"]} if settings and "steps" in card.model else {})
@@ -157,7 +157,8 @@ def _find_steps(source: str | Path) -> dict[str, int]:
 def write_card(card: Card, folder: Path, labels: Labels, result: Result) -> None:
     """Writes card.json and images.parquet together, so that they always agree."""
     make_folder(folder)
-    rows, text = _make_rows(labels, result), json.dumps(finite(asdict(card)), indent=1, ensure_ascii=False) + "\n"
+    rows = _make_rows(labels, result)
+    text = json.dumps(replace_non_finite(asdict(card)), indent=1, ensure_ascii=False) + "\n"
     write_card_file = functools.partial(Path.write_text, data=text, encoding="utf-8")
     write_together({folder / IMAGES: functools.partial(write_table, rows), folder / CARD: write_card_file})
 
@@ -173,7 +174,7 @@ def _make_rows(labels: Labels, result: Result) -> pa.Table:
         "prediction": pa.array(result.predictions[:, 0], pa.int32()),
         "probability": pa.array(result.probabilities),
         "nll": pa.array(result.nll),
-        "right": pa.array(result.right),
+        "right": pa.array(result.correct),
         "right5": pa.array(result.hits.any(1)),
     }
     class_names = {"label": list(labels.source.classes), "prediction": list(labels.class_names)}
@@ -182,19 +183,20 @@ def _make_rows(labels: Labels, result: Result) -> pa.Table:
 
 def read_card(path: Path) -> Card:
     """Reads a card from its file or from the folder that contains it."""
-    path = path / CARD if path.is_dir() else path
-    if not path.is_file():
-        raise DataError(f"there is no card {path}: run `plainvit evaluate` to write one")
+    file = path / CARD if path.is_dir() else path
+    if not file.is_file():
+        problem = f"{path} has no {CARD}" if path.is_dir() else f"there is no {path}"
+        raise DataError(f"{problem}: give a run with a test result, or a folder that `plainvit evaluate` wrote")
     try:
-        stored = read_json(path)
+        stored = read_json(file)
     except ValueError as error:
         raise DataError(first_line(error)) from error
     if stored.get("card") != VERSION:
         version = stored.get("card", "unknown")
-        raise DataError(f"{path} has card version {version}, but {VERSION} is required: run `plainvit evaluate` again")
+        raise DataError(f"{file} has card version {version}, but {VERSION} is required: run `plainvit evaluate` again")
     fault = next(_find_faults(stored), None)
     if fault:
-        raise DataError(f"{path} is not a valid card: {fault}; run `plainvit evaluate` again")
+        raise DataError(f"{file} is not a valid card: {fault}; run `plainvit evaluate` again")
     return Card(**{field.name: stored[field.name] for field in dataclasses.fields(Card)})
 
 
@@ -221,8 +223,8 @@ class Rows:
 
     content: np.ndarray  # [N], hashes of the images
     truth: np.ndarray  # [N], names of their labels
-    right: np.ndarray
-    right5: np.ndarray
+    correct: np.ndarray
+    correct_top5: np.ndarray
     nll: np.ndarray
 
 
@@ -240,7 +242,7 @@ def read_rows(path: Path, card: Card) -> Rows:
         raise DataError(f"{file} cannot be read: {first_line(error)}") from error
     if len(table) != card.images:
         raise DataError(f"{file} has {len(table):,} rows, but its card has {card.images:,} images")
-    for name, correct in (("top1", rows.right), ("top5", rows.right5)):
+    for name, correct in (("top1", rows.correct), ("top5", rows.correct_top5)):
         if correct.sum() != card.counts[name]:
             counts = f"{correct.sum()} and {card.counts[name]}"
             raise DataError(f"{file} is from another evaluation than its card: {name} has {counts} correct images")

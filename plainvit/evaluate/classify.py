@@ -131,7 +131,7 @@ class _Scorer:
     """Logits -> one row per readable image."""
 
     def __init__(self, labels: Labels | None, source: Source, classes: int) -> None:
-        self.right = torch.from_numpy(source.labels[:, None].astype(np.int64) if labels is None else labels.right)
+        self.targets = torch.from_numpy(source.labels[:, None].astype(np.int64) if labels is None else labels.targets)
         self.columns = None if labels is None or labels.columns is None else torch.from_numpy(labels.columns)
         self.classes = classes if self.columns is None else len(self.columns)
         self.no_rows = torch.zeros(0, COLUMNS + 2 * min(5, self.classes), dtype=torch.float64)
@@ -142,11 +142,11 @@ class _Scorer:
             logits = logits[:, self.columns.to(logits.device)]
         log_probability = logits.double().log_softmax(-1)  # [B, K]
         best = log_probability.topk(min(5, self.classes))
-        right = self.right[torch.from_numpy(batch.index)].to(logits.device)  # [B, M]
-        log_right = log_probability.gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf)
-        hits = (best.indices.unsqueeze(2) == right.unsqueeze(1)).any(2)  # [B, up to 5]
+        targets = self.targets[torch.from_numpy(batch.index)].to(logits.device)  # [B, M]
+        log_correct = log_probability.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, -math.inf)
+        hits = (best.indices.unsqueeze(2) == targets.unsqueeze(1)).any(2)  # [B, up to 5]
         index = torch.from_numpy(batch.index).to(logits.device)
-        columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -log_right.logsumexp(1), total)
+        columns = (index, batch.labels.to(logits.device), best.values[:, 0].exp(), -log_correct.logsumexp(1), total)
         first = torch.stack([column.double() for column in columns], 1)  # [B, COLUMNS]
         rows = torch.cat((first, best.indices.double(), hits.double()), 1)
         return rows.cpu()[batch.readable]

@@ -1,4 +1,4 @@
-"""Compare cards with the first one: differences with intervals and p-values.
+"""Compare cards with the first one: differences with intervals and p-values, and published results.
 
     plainvit compare evaluations/vit evaluations/bit
 
@@ -22,14 +22,16 @@ from rich.text import Text
 from plainvit.config import Config, flatten
 from plainvit.disk import run_settings
 from plainvit.evaluate import seeds, statistics
-from plainvit.evaluate.card import Card, Rows, match_images, read_card, read_rows, settings_of
+from plainvit.evaluate.card import Card, Rows, match_images, read_card, read_rows, read_run_settings
+from plainvit.evaluate.permuted_labels import assign_classes
+from plainvit.weights.published import PUBLISHED
 
 UNITS = {**dict.fromkeys(("top1", "top5", "precision", "recall", "f1"), "%"), "ece": "points"}  # of fractions
 TITLES = {"top1": "top-1", "top5": "top-5", "nll": "NLL", "ece": "calibration error"}
 TITLES |= {"precision": "precision", "recall": "recall", "f1": "F1"}
 HEADINGS = {name: f"{title} %" if UNITS.get(name) == "%" else title for name, title in TITLES.items()}
 HEADINGS |= {"ece": "ECE %", "precision": "prec. %"}  # eight columns fit a terminal
-LEAST_SHARED = 10  # images; all of them if a card has fewer
+MIN_SHARED = 10  # images; all of them if a card has fewer
 IGNORED = Config.OPERATIONAL | {"recipe"}  # settings that do not change results
 MAX_SETTINGS = 12  # printed; --json has all
 Shared = tuple[np.ndarray, np.ndarray]  # positions of the images that two cards share, in the rows of each
@@ -47,7 +49,7 @@ class Entry:
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
         """Settings of its run that affect results, named as the flags are; {} if the run is unknown."""
-        stored = flatten(settings_of(self.path, self.card))
+        stored = flatten(read_run_settings(self.path, self.card))
         return {key: value for key, value in stored.items() if key.partition(".")[0] not in IGNORED}
 
     def as_run(self) -> seeds.Run:
@@ -64,13 +66,13 @@ def compare(paths: Sequence[Path]) -> dict[str, Any]:
         ValueError: Two cards share too few images, or have another rule of what is correct.
     """
     if len(paths) < 2:
-        raise ValueError("compare needs at least two cards: plainvit compare CARD CARD")
+        raise ValueError("compare needs at least two runs: plainvit compare RUN RUN")
     entries = _read_entries(paths)
     first = entries[0]
     rows = [_describe(entry) for entry in entries]
     for row, entry in zip(rows[1:], entries[1:], strict=True):
         shared = match_images(first.rows, entry.rows)
-        row["difference"] = difference(first, entry, shared)
+        row["difference"] = compare_pair(first, entry, shared)
         row["settings"] = compare_settings(first, entry)
         row["remarks"] = list(_list_remarks(first, entry, shared))
     groups = seeds.groups([entry.as_run() for entry in entries if entry.settings])
@@ -98,6 +100,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
         "unreadable": card.unreadable,
         "metrics": card.metrics,
         "intervals": card.intervals,
+        "published": find_published(card),
     }
 
 
@@ -113,9 +116,18 @@ def _list_remarks(a: Entry, b: Entry, shared: Shared) -> Iterator[str]:
     if versions[0] != versions[1]:
         yield f"plainvit differs: {versions[0]} and {versions[1]}"
     in_a, in_b = shared
-    differing = int((a.rows.truth[in_a] != b.rows.truth[in_b]).sum())
+    differing = _count_different_labels(a.rows.truth[in_a], b.rows.truth[in_b])
     if differing:
-        yield f"{differing:,} of the {len(in_a):,} shared images have labels with different names"
+        yield f"{differing:,} of the {len(in_a):,} shared images have different labels"
+
+
+def _count_different_labels(a: np.ndarray, b: np.ndarray) -> int:
+    """Images whose labels differ; classes with other names are matched by the images that they share."""
+    _, labels = np.unique(a.astype(str), return_inverse=True)
+    _, others = np.unique(b.astype(str), return_inverse=True)
+    mapping = assign_classes(labels, others)
+    mapped = np.array([mapping.get(label, -1) for label in labels.tolist()])
+    return int((mapped != others).sum())
 
 
 def compare_settings(a: Entry, b: Entry) -> dict[str, list[Any]]:
@@ -136,34 +148,36 @@ def _describe_preprocess(card: Card) -> str:
 # Differences ----------------------------------------------------------------------------------------------------------
 
 
-def difference(a: Entry, b: Entry, shared: Shared) -> dict[str, Any]:
+def compare_pair(a: Entry, b: Entry, shared: Shared) -> dict[str, Any]:
     """b - a of top1, top5 and nll on the shared images, with interval and p-value."""
     if a.card.data["rule"] != b.card.data["rule"]:
         rules = f"{a.card.data['rule']!r} and {b.card.data['rule']!r}"
-        raise ValueError(f"{a.name} and {b.name} count different predictions as correct: {rules}")
+        raise ValueError(
+            f"{a.name} and {b.name} count different predictions as correct: {rules}; evaluate both on the same --data"
+        )
     in_a, in_b = shared
     fewest = min(len(a.rows.truth), len(b.rows.truth))
-    if len(in_a) < min(LEAST_SHARED, fewest):
+    if len(in_a) < min(MIN_SHARED, fewest):
         raise ValueError(
             f"{a.name} and {b.name} share {len(in_a)} of {fewest:,} images, too few to compare: evaluate both on the "
             "same data with `plainvit evaluate MODEL --data DATA`"
         )
     return {
         "shared": len(in_a),
-        "top1": _compare_accuracy(a.rows.right[in_a], b.rows.right[in_b]),
-        "top5": _compare_accuracy(a.rows.right5[in_a], b.rows.right5[in_b]),
+        "top1": _compare_accuracy(a.rows.correct[in_a], b.rows.correct[in_b]),
+        "top5": _compare_accuracy(a.rows.correct_top5[in_a], b.rows.correct_top5[in_b]),
         "nll": _compare_means(b.rows.nll[in_b] - a.rows.nll[in_a]),
     }
 
 
-def _compare_accuracy(left: np.ndarray, right: np.ndarray) -> dict[str, Any]:
-    only_a, only_b = int((left & ~right).sum()), int((right & ~left).sum())
+def _compare_accuracy(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
+    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
     return {
-        "difference": (only_b - only_a) / len(left),
-        "interval": list(statistics.paired_bootstrap(only_a, only_b, len(left))),
-        "p": statistics.mcnemar(only_a, only_b),
-        "only_first": only_a,
-        "only_this": only_b,
+        "difference": (only_second - only_first) / len(first),
+        "interval": list(statistics.paired_bootstrap(only_first, only_second, len(first))),
+        "p": statistics.mcnemar(only_first, only_second),
+        "only_first": only_first,
+        "only_this": only_second,
     }
 
 
@@ -180,11 +194,26 @@ def _compare_means(differences: np.ndarray) -> dict[str, Any]:
     return {"difference": center, "interval": ends, "p": p}
 
 
+# Published results ----------------------------------------------------------------------------------------------------
+
+
+def find_published(card: Card) -> list[dict[str, Any]]:
+    """Published top-1 of these weights on ImageNet or ImageNet-ReaL, as a fraction, with its source."""
+    results: list[dict[str, Any]] = []
+    for name, entry in PUBLISHED.items():
+        if card.name not in (name, f"hf:{entry.hub}"):
+            continue
+        top1 = {"imagenet": entry.top1, "imagenet-real": entry.real}.get(card.data["spec"])
+        if top1 is not None:
+            results.append({"top1": top1 / 100, "source": "timm's results for these weights"})
+    return results
+
+
 # Printing -------------------------------------------------------------------------------------------------------------
 
 
 def table(report: dict[str, Any]) -> Group:
-    """Groups of seeds, a row per card, and the differences."""
+    """Groups of seeds, a row per card, differences and published results."""
     rows, data, groups = report["cards"], report["data"], report["groups"]
     lines: list[RenderableType] = [Text(f"{data['spec']} ({data['split']}), correct is {data['rule']}", style="bold")]
     if groups:
@@ -194,6 +223,8 @@ def table(report: dict[str, Any]) -> Group:
         lines.append(Text("The differences of single runs are in --json.", style="dim"))
     else:
         lines += [line for row in rows[1:] for line in _describe_difference(row, rows[0])]
+    for row in rows:
+        lines += [Text(f"{row['name']}: {100 * peer['top1']:.2f} % in {peer['source']}") for peer in row["published"]]
     return Group(*lines)
 
 

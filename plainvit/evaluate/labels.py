@@ -33,7 +33,7 @@ class Labels:
 
     source: Source  # scored images only
     rule: str  # in words; results under different rules are not comparable
-    right: np.ndarray  # [N, M] correct predictions, padded with -1
+    targets: np.ndarray  # [N, M] correct predictions, padded with -1
     class_names: tuple[str, ...]  # names of the classes to predict
     columns: np.ndarray | None = None  # the model's class of each class to predict; None: all, in order
     single: bool = True  # predictions are classes of the source, exactly one is correct
@@ -42,12 +42,12 @@ class Labels:
     def fingerprint(self) -> str:
         """Hash of the rule and of all correct classes."""
         digest = hashlib.sha256(self.rule.encode())
-        digest.update(np.ascontiguousarray(self.right, np.int32).tobytes())
+        digest.update(np.ascontiguousarray(self.targets, np.int32).tobytes())
         return digest.hexdigest()[:16]
 
     def truth(self, position: int) -> str:
         """The names of the correct classes of an image."""
-        return " or ".join(self.class_names[label] for label in self.right[position] if label >= 0)
+        return " or ".join(self.class_names[label] for label in self.targets[position] if label >= 0)
 
 
 def align(source: Source, classes: int, names: Sequence[str] = (), *, data_root: str | Path | None = None) -> Labels:
@@ -122,12 +122,12 @@ def _align_real(source: Source, names: tuple[str, ...], lists: list[list[int]]) 
         raise DataError("imagenet-real: two images have the same number in their names")
     correct = [lists[number - 1] for number in numbers]
     keep = np.array([position for position, classes in enumerate(correct) if classes], int)
-    right = np.full((len(keep), max(map(len, lists))), -1, np.int64)
+    targets = np.full((len(keep), max(map(len, lists))), -1, np.int64)
     for row, position in enumerate(keep):
-        right[row, : len(correct[position])] = correct[position]
+        targets[row, : len(correct[position])] = correct[position]
     rule = "any label of the image's ReaL list"
     left_out = len(source) - len(keep)
-    return Labels(Subset(source, keep), rule, right, names or source.classes, None, single=False, left_out=left_out)
+    return Labels(Subset(source, keep), rule, targets, names or source.classes, None, single=False, left_out=left_out)
 
 
 def _parse_number(name: str) -> int:

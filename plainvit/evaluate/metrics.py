@@ -12,7 +12,7 @@ import numpy as np
 
 from plainvit.evaluate.statistics import FEW_CLASSES, describe_confidence, mean_interval, wilson
 
-MOST_CONFUSED = 1000  # largest number of classes with a stored confusion matrix
+MAX_CONFUSION_CLASSES = 1000  # largest number of classes with a stored confusion matrix
 BINS = 15  # of the calibration error
 
 
@@ -30,13 +30,13 @@ class Result:
     unreadable: int = 0
 
     @property
-    def right(self) -> np.ndarray:
+    def correct(self) -> np.ndarray:
         """[N], whether the top-1 prediction is correct."""
         return self.hits[:, 0]
 
     @property
     def top1(self) -> float:
-        return float(self.right.mean())
+        return float(self.correct.mean())
 
     @property
     def top5(self) -> float:
@@ -45,7 +45,7 @@ class Result:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % interval of top-1 (Wilson)."""
-        return wilson(int(self.right.sum()), len(self.labels))
+        return wilson(int(self.correct.sum()), len(self.labels))
 
     @property
     def majority_accuracy(self) -> float | None:
@@ -73,14 +73,14 @@ class Result:
         edges = np.linspace(0, 1, BINS + 1)
         bin_of = np.searchsorted(edges[1:-1], self.probabilities)
         images = np.bincount(bin_of, minlength=BINS)
-        sums = [np.bincount(bin_of, weights=values, minlength=BINS) for values in (self.probabilities, self.right)]
+        sums = [np.bincount(bin_of, weights=values, minlength=BINS) for values in (self.probabilities, self.correct)]
         means = [np.divide(total, images, out=np.zeros(BINS), where=images > 0) for total in sums]
         return np.stack([images, *means], 1)
 
     @property
     def confidence_sentence(self) -> str:
         """A sentence that compares mean confidence with accuracy."""
-        return describe_confidence(float(self.probabilities.mean()), int(self.right.sum()), len(self.labels))
+        return describe_confidence(float(self.probabilities.mean()), int(self.correct.sum()), len(self.labels))
 
     @property
     def calibration_error(self) -> float:
@@ -90,7 +90,7 @@ class Result:
 
     def by_class(self) -> dict[str, np.ndarray]:
         """[K] each: images, predicted, precision, recall and F1."""
-        counts = (self.labels[self.right], self.labels, self.predictions[:, 0])
+        counts = (self.labels[self.correct], self.labels, self.predictions[:, 0])
         return class_metrics(*(np.bincount(classes, minlength=self.classes) for classes in counts))
 
     def numbers(self) -> dict[str, float]:
@@ -108,7 +108,7 @@ class Result:
             "interval": list(self.interval),
             "majority_accuracy": self.majority_accuracy,
             "unreadable": self.unreadable,
-            **({"confusion": self.confusion.tolist()} if self.classes <= MOST_CONFUSED else {}),
+            **({"confusion": self.confusion.tolist()} if self.classes <= MAX_CONFUSION_CLASSES else {}),
         }
 
 

@@ -12,6 +12,7 @@ import contextlib
 import csv
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 
 from plainvit.data.columns import map_file, write_table
 from plainvit.data.decode import DataError
-from plainvit.disk import make_folder, read_json, write_atomically, write_text
+from plainvit.disk import DiskError, make_folder, read_json, write_atomically, write_text
 
 FORMULA_STARTS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")  # first characters; the last four are full-width = + - @
 NUMBER = r"[-+]?[0-9.]+(e[-+]?[0-9]+)?"
@@ -36,20 +37,23 @@ class Parts:
     def __init__(
         self, out: Path, job: dict[str, Any], *, images: int, batch: int, part: int, force: bool = False
     ) -> None:
-        if out.exists() and not force:
+        if os.path.lexists(out) and not force:
             raise ValueError(f"{out} exists: use --force to overwrite it, or give another --out")
-        self.out, self.folder = out, out.with_name(f"{out.name}.parts")
+        self.out, self.folder, self.force = out, out.with_name(f"{out.name}.parts"), force
         self.steps, self.per_part = -(-images // batch), -(-part // batch)  # batches, all and of a part
         self._unwritten: dict[int, dict[int, pa.Table]] = {}
-        self._open_folder({**job, "batch": batch, "part": self.per_part * batch}, force)
+        self._open_folder({**job, "batch": batch, "part": self.per_part * batch})
         self.done = {part for part in range(self.count) if self._is_complete(part)}
 
-    def _open_folder(self, job: dict[str, Any], force: bool) -> None:
+    def _open_folder(self, job: dict[str, Any]) -> None:
         """Keeps the finished parts of the same job; deletes those of another job with force, else raises ValueError."""
-        make_folder(self.folder)
+        try:
+            make_folder(self.folder)
+        except DiskError as error:
+            raise DiskError(f"cannot write {self.out}: {error}") from error
         stored, parts = read_json(self.folder / "job.json"), list(self.folder.glob("part-*.parquet"))
         changed = [key for key in job if job[key] != stored.get(key)]
-        if stored and changed and parts and not force:
+        if stored and changed and parts and not self.force:
             raise ValueError(
                 f"{self.folder} contains {len(parts)} parts of another job (different: {', '.join(changed)}): "
                 "use --force to start over, or give another --out"
@@ -84,9 +88,15 @@ class Parts:
             yield pq.ParquetFile(map_file(self._path(part))).read()
 
     def finish(self) -> None:
-        """Writes the output and deletes the parts."""
+        """Writes the output and deletes the parts; without force, it replaces no file that appeared meanwhile."""
         write = WRITERS[self.out.suffix.lower()]
-        write_atomically(self.out, lambda path: write(path, self.tables()))
+        try:
+            write_atomically(self.out, lambda path: write(path, self.tables()), overwrite=self.force)
+        except FileExistsError as error:
+            raise ValueError(
+                f"{self.out} was written by another process meanwhile: run again with --force to replace it (the "
+                "finished parts are used)"
+            ) from error
         for path in (*self.folder.glob("part-*.parquet"), self.folder / "job.json"):
             path.unlink(missing_ok=True)  # parts first: they are useless without job.json
         with contextlib.suppress(OSError):  # it contains other files

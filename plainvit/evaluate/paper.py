@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plainvit.data.known import official_split
-from plainvit.evaluate.card import read_card, settings_of
+from plainvit.evaluate.card import read_card, read_run_settings
 
 Cell = Any  # a number, [mean, standard deviation], text as printed, or None where it is not reported
 
@@ -61,7 +61,7 @@ def add_cards(paper: PaperTable, paths: Sequence[Path]) -> PaperTable:
             )
         if card.data["split"] not in ("test", official_split(spec, "test")):
             raise ValueError(f"{path} is on the {card.data['split']} split, but the paper reports the test split")
-        init = str(Path(settings_of(path, card).get("init") or card.name))
+        init = str(Path(read_run_settings(path, card).get("init") or card.name))
         by_model.setdefault(init, {}).setdefault(spec, []).append(100 * card.metrics["top1"])
     names = Counter(Path(init).name for init in by_model)
     rows = []

@@ -178,16 +178,17 @@ def predict_batches(job: PredictionJob, source: Source, index: np.ndarray, batch
 
 
 def describe_accuracy_of_run(model: str | Path) -> str:
-    """The accuracy of a run on held-out images; "" if it is not known."""
+    """The accuracy of a run on its test images, else on its validation images; "" if it is not known."""
     try:
         results = read_results(run_folder(model))
     except ValueError:  # next to another library's weights it may be any file
         return ""
-    for metrics in (results.get("test", {}), results.get("val", {})):
+    for split, title in (("test", "test"), ("val", "validation")):
+        metrics = results.get(split, {})
         if {"top1", "images"} <= metrics.keys():
-            right, images = round(metrics["top1"] * metrics["images"]), metrics["images"]
-            interval = "-".join(f"{100 * end:.0f}" for end in wilson(right, images))
-            return f"{right:,} of {images:,} held-out images were correct (95 % interval {interval} %)"
+            correct, images = round(metrics["top1"] * metrics["images"]), metrics["images"]
+            interval = "-".join(f"{100 * end:.0f}" for end in wilson(correct, images))
+            return f"{correct:,} of {images:,} {title} images were correct (95 % interval {interval} %)"
     return ""
 
 

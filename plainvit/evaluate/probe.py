@@ -1,8 +1,8 @@
 """Probes of features [N, D] with labels: few-shot least squares, nearest neighbors, logistic regression.
 
-    least_squares(features, labels, classes, l2=1024).predict(others)
-    neighbors(features, labels, classes, others, ks=(1, 20))
-    logistic(features, labels, classes, l2=1e-3).predict(others)
+    least_squares(features, labels, classes, l2=1024).predict(queries)
+    neighbors(features, labels, classes, queries, ks=(1, 20))
+    logistic(features, labels, classes, l2=1e-3).predict(queries)
 
 Few-shot is the paper's measure (4.1): l2-regularized least squares onto {-1, 1}, with the constants of big_vision's
 `fewshot_lsr`. k-NN votes are weighted by cosine similarity, as in DINO (arXiv 2104.14294). The linear probe is
@@ -101,18 +101,18 @@ def least_squares(features: Tensor, labels: Tensor, classes: int, l2: float = L2
 # Nearest neighbors ----------------------------------------------------------------------------------------------------
 
 
-def neighbors(features: Tensor, labels: Tensor, classes: int, others: Tensor, ks: Sequence[int]) -> dict[int, Tensor]:
+def neighbors(features: Tensor, labels: Tensor, classes: int, queries: Tensor, ks: Sequence[int]) -> dict[int, Tensor]:
     """Predicted classes for each k, by cosine similarity: a neighbor has exp(cosine / TEMPERATURE) votes.
 
-    With equal votes the lower class wins. A zero vector has cosine 0 to all others.
+    With equal votes the lower class wins. A zero vector has cosine 0 to all images.
     """
     _check_features(features)
-    _check_features(others)
+    _check_features(queries)
     bank = F.normalize(features, dim=1)
     predicted: dict[int, list[Tensor]] = {k: [] for k in ks}
     size = max(min(2**25 // len(features), 1024), 1)  # 128 MB of fp32 cosines at once
-    for queries in others.split(size):
-        cosines = F.normalize(queries, dim=1) @ bank.T  # [M, N]
+    for part in queries.split(size):
+        cosines = F.normalize(part, dim=1) @ bank.T  # [M, N]
         values, positions = cosines.topk(max(ks))
         nearest, weights = labels[positions], ((values - values[:, :1]) / TEMPERATURE).exp()
         for k in predicted:

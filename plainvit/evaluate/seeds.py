@@ -45,7 +45,7 @@ def groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
     if all(len(group) < 2 for group in by_settings.values()):
         return []
     first, *others = by_settings.values()
-    return [_summarize(first), *(_summarize(group) | {"difference": difference(first, group)} for group in others)]
+    return [_summarize(first), *(_summarize(group) | {"difference": compare_groups(first, group)} for group in others)]
 
 
 def _summarize(group: Mapping[Any, Run]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _summarize(group: Mapping[Any, Run]) -> dict[str, Any]:
     }
 
 
-def difference(a: Mapping[Any, Run], b: Mapping[Any, Run]) -> dict[str, Any] | None:
+def compare_groups(a: Mapping[Any, Run], b: Mapping[Any, Run]) -> dict[str, Any] | None:
     """b - a of each metric over the common seeds; None if there are fewer than two."""
     common = [seed for seed in a if seed in b]
     if len(common) < 2:

@@ -21,20 +21,20 @@ NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 FEW_CLASSES = 9  # up to so many, top-5 is nearly always right and not reported
 
 
-def wilson(right: float, images: int) -> tuple[float, float]:
+def wilson(correct: float, images: int) -> tuple[float, float]:
     """95 % interval of a proportion."""
-    p = right / images
+    p = correct / images
     center, half = p + Z * Z / (2 * images), Z * math.sqrt(p * (1 - p) / images + Z * Z / (4 * images * images))
     low, high = (center - half) / (1 + Z * Z / images), (center + half) / (1 + Z * Z / images)
     return max(low, 0.0), min(high, 1.0)  # rounding may exceed them
 
 
-def describe_accuracy(right: int, images: int, majority_accuracy: float | None = None) -> list[str]:
+def describe_accuracy(correct: int, images: int, majority_accuracy: float | None = None) -> list[str]:
     """Accuracy with its interval and that of the most frequent class; a second line if it is no better than that."""
-    low, high = wilson(right, images)
+    low, high = wilson(correct, images)
     digits = 0 if images < 1000 else 1
     interval = f"{100 * low:.{digits}f}-{100 * high:.{digits}f} %"
-    summary = f"{right:,} of {images:,} correct, {100 * right / images:.2f} % (95 % interval {interval})"
+    summary = f"{correct:,} of {images:,} correct, {100 * correct / images:.2f} % (95 % interval {interval})"
     if majority_accuracy is None:
         return [summary]
     lines = [f"{summary}; always predicting the most frequent class: {100 * majority_accuracy:.3g} %"]
@@ -43,10 +43,10 @@ def describe_accuracy(right: int, images: int, majority_accuracy: float | None =
     return lines
 
 
-def describe_confidence(confidence: float, right: int, images: int) -> str:
+def describe_confidence(confidence: float, correct: int, images: int) -> str:
     """Compares mean confidence with accuracy, and says whether one is significantly larger."""
-    low, high = wilson(right, images)
-    values = f"mean confidence {100 * confidence:.0f} %, accuracy {100 * right / images:.0f} %"
+    low, high = wilson(correct, images)
+    values = f"mean confidence {100 * confidence:.0f} %, accuracy {100 * correct / images:.0f} %"
     if low <= confidence <= high:
         return f"{values}: no significant difference for {images:,} images"
     return f"{values}: overconfident" if confidence > high else f"{values}: underconfident"
@@ -84,23 +84,23 @@ def student_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-def student_tail(t: Any, freedom: Any) -> Any:
-    """P(T > t) of Student's t, for arrays too: t = sqrt(freedom) tan(angle) makes the density a power of the cosine."""
-    t, freedom = np.asarray(t, float), np.asarray(freedom, float)
-    angle = np.arctan(np.abs(t) / np.sqrt(freedom))
+def student_tail(t: Any, df: Any) -> Any:
+    """P(T > t) of Student's t, for arrays too: t = sqrt(df) tan(angle) makes the density a power of the cosine."""
+    t, df = np.asarray(t, float), np.asarray(df, float)
+    angle = np.arctan(np.abs(t) / np.sqrt(df))
     nodes = angle[..., None] * (NODES + 1) / 2
-    area = (np.cos(nodes) ** (freedom[..., None] - 1)) @ WEIGHTS * angle / 2
-    log_scale = [math.lgamma((value + 1) / 2) - math.lgamma(value / 2) for value in freedom.ravel()]
-    within = area * np.exp(np.reshape(log_scale, freedom.shape)) / math.sqrt(math.pi)
+    area = (np.cos(nodes) ** (df[..., None] - 1)) @ WEIGHTS * angle / 2
+    log_scale = [math.lgamma((value + 1) / 2) - math.lgamma(value / 2) for value in df.ravel()]
+    within = area * np.exp(np.reshape(log_scale, df.shape)) / math.sqrt(math.pi)
     return np.clip(0.5 - np.sign(t) * within, 0.0, 1.0)[()]  # a number for numbers
 
 
-def student_quantile(freedom: float) -> float:
+def student_quantile(df: float) -> float:
     """The t with P(T > t) = 2.5 %, by bisection."""
     low, high = 0.0, 1e3
     while high - low > 1e-10 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if student_tail(middle, freedom) > 0.025 else (low, middle)
+        low, high = (middle, high) if student_tail(middle, df) > 0.025 else (low, middle)
     return low
 
 

@@ -46,7 +46,7 @@ class Normalize(nn.Module):
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        self._cpu_bf16_refused = device.cpu_bf16_refused()  # on some CPUs bf16 kills the process
+        self._is_cpu_bf16_unsafe = device.is_cpu_bf16_unsafe()  # on some CPUs bf16 kills the process
         self.channels = len(mean)
         self.mean, self.std = ComputedBuffer(partial(_per_channel, mean)), ComputedBuffer(partial(_per_channel, std))
 
@@ -56,7 +56,7 @@ class Normalize(nn.Module):
         if images.ndim != 4 or images.shape[1:] != expected:
             shape = ", ".join(map(str, (self.channels, *(size or ("height", "width")))))
             raise ValueError(f"images of shape {tuple(images.shape)} do not fit this model: use [batch, {shape}]")
-        if self._cpu_bf16_refused:
+        if self._is_cpu_bf16_unsafe:
             device.check_cpu_bf16(weight)
         return self(images).to(weight.dtype)
 

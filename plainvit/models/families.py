@@ -7,7 +7,12 @@
     posemb="bias"                                     BEiT's learned bias per head and offset
     cosine_head                                       zero-shot classification with text embeddings: CLIP, SigLIP
 
-Letters are those of vit.py; n = h * w patches. The fast path (`models/fast`) leaves these modules as they are.
+Letters are those of vit.py; n = h * w patches.
+
+A new option needs: a field of ViTConfig, off by default (`plainvit/model_config.py`); the module here; where it changes
+attention or MLP, a term in `has_plain_attention` or `has_plain_mlp` there, so that the fast path leaves it as it is;
+the names of its weights in `weights/parameter_names`, and how shapes show it in `weights/shapes.py`. Formats without it
+need no change: `weights/supported.py` rejects what a format does not list.
 """
 
 import math
@@ -19,6 +24,7 @@ from torch import Tensor, nn
 
 from plainvit.config import ViTConfig
 from plainvit.models.buffers import ComputedBuffer
+from plainvit.models.positions import RelativePositions
 
 
 def gelu_sigmoid(x: Tensor) -> Tensor:
@@ -122,24 +128,28 @@ def rotary_table(config: ViTConfig) -> Tensor:
     from 1 where it has a class token. axial (RoPE-ViT): rows and columns as they are. dinov3: from -1 to 1.
     """
     d = config.width // config.heads
-    frequencies = {"dinov3": 100.0, "axial": 100.0}.get(config.rotary, 10_000.0) ** -(
-        torch.arange(d // 4, dtype=torch.float64) / (d // 4)
-    )
-    sides = []
-    for count in config.grid:
-        steps = torch.arange(count, dtype=torch.float64)
-        match config.rotary:
-            case "dinov3":
-                sides.append(2 * math.pi * (2 * (steps + 0.5) / count - 1))
-            case "axial":
-                sides.append(steps)
-            case _:
-                first = 1.0 if config.rotary == "pe" and config.class_token else 0.0
-                sides.append((steps + first) * config.rotary_grid / count)
-    y, x = (axis.reshape(-1, 1) * frequencies for axis in torch.meshgrid(*sides, indexing="ij"))  # [n, d/4]
+    base = 100.0 if config.rotary in ("dinov3", "axial") else 10_000.0
+    frequencies = base ** -(torch.arange(d // 4, dtype=torch.float64) / (d // 4))
+    rows, columns = (rotary_places(config, count) for count in config.grid)
+    y, x = torch.meshgrid(rows, columns, indexing="ij")
+    y, x = y.reshape(-1, 1) * frequencies, x.reshape(-1, 1) * frequencies  # [n, d/4]
     angles = torch.cat((x, y) if config.rotary in ("pe", "axial") else (y, x), 1)  # [n, d/2]
     angles = angles.repeat(1, 2) if config.rotary == "dinov3" else angles.repeat_interleave(2, 1)  # [n, d]
     return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotary_places(config: ViTConfig, count: int) -> Tensor:
+    """The places of `count` rows or columns, which are multiplied by the frequencies."""
+    places = torch.arange(count, dtype=torch.float64)
+    match config.rotary:
+        case "dinov3":
+            return 2 * math.pi * (2 * (places + 0.5) / count - 1)
+        case "axial":
+            return places
+        case "pe" if config.class_token:
+            return (places + 1) * config.rotary_grid / count
+        case _:
+            return places * config.rotary_grid / count
 
 
 class OffsetBias(nn.Module):
@@ -161,12 +171,26 @@ class OffsetBias(nn.Module):
 
 def offset_index(h: int, w: int) -> Tensor:
     """The row of the table for each pair of tokens, [1 + n, 1 + n]."""
-    y, x = (axis.flatten() for axis in torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"))
-    rows = (y[:, None] - y + h - 1) * (2 * w - 1) + x[:, None] - x + w - 1  # [n, n]
-    last = (2 * h - 1) * (2 * w - 1)
-    index = F.pad(rows, (1, 0, 1, 0))
-    index[0, :], index[:, 0], index[0, 0] = last, last + 1, last + 2
+    y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    y, x = y.flatten(), x.flatten()  # of each patch
+    down, right = y[:, None] - y + h - 1, x[:, None] - x + w - 1  # offsets of each pair, from 0: [n, n]
+    index = F.pad(down * (2 * w - 1) + right, (1, 0, 1, 0))
+    offsets = (2 * h - 1) * (2 * w - 1)
+    index[0, :] = offsets  # class token to patch
+    index[:, 0] = offsets + 1  # patch to class token
+    index[0, 0] = offsets + 2
     return index
+
+
+def make_attention_bias(config: ViTConfig) -> nn.Module | None:
+    """Positions that are a term of the attention logits."""
+    match config.posemb:
+        case "relative":
+            return RelativePositions(config)
+        case "bias":
+            return OffsetBias(config)
+        case _:
+            return None
 
 
 class CosineHead(nn.Linear):

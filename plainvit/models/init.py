@@ -32,17 +32,18 @@ def initialize_vit(model: "ViT", generator: Generator | None = None) -> None:
     for name, weight in model.named_parameters():
         if name.startswith("stem."):
             continue
-        module, leaf = ("", *name.split("."))[-2:]
+        path, _, leaf = name.rpartition(".")
+        module = path.rpartition(".")[2]  # "" for parameters of the ViT itself
         if leaf == "scale" and config.layer_scale is not None:
             nn.init.constant_(weight, config.layer_scale)
         elif module.startswith("norm"):
-            (nn.init.ones_ if leaf == "weight" else nn.init.zeros_)(weight)
+            nn.init.constant_(weight, 1.0 if leaf == "weight" else 0.0)
         else:
             draw(module, leaf, weight, generator)
     if config.init == "timm":  # the patch embedding has PyTorch's default for convolutions, also for the bias
-        embedding = model.embedding
-        for weight in embedding.parameters():
-            nn.init.uniform_(weight, -(embedding.in_features**-0.5), embedding.in_features**-0.5, generator)
+        bound = model.embedding.in_features**-0.5
+        for weight in model.embedding.parameters():
+            nn.init.uniform_(weight, -bound, bound, generator)
     if model.stem:
         initialize_resnet(model.stem, config.init, generator)
 
@@ -89,8 +90,8 @@ def initialize_resnet(model: "ResNet | Body", scheme: str, generator: Generator 
         module, leaf = name.split(".")[-2:]
         if "norm" in module:
             # A hybrid's last norm of a unit starts at 0, so that each unit starts as its shortcut
-            zero = leaf == "bias" or (module == "norm3" and not model.config.preactivation)
-            (nn.init.zeros_ if zero else nn.init.ones_)(weight)
+            is_zero = leaf == "bias" or (module == "norm3" and not model.config.preactivation)
+            nn.init.constant_(weight, 0.0 if is_zero else 1.0)
         elif module == "head":
             if scheme == "timm" and leaf == "weight":
                 nn.init.normal_(weight, 0.0, 0.01, generator)
@@ -99,6 +100,7 @@ def initialize_resnet(model: "ResNet | Body", scheme: str, generator: Generator 
         elif scheme == "google":
             lecun_normal(weight, generator)
         elif not model.config.blocks:  # timm uses PyTorch's default for a stem of the root alone
-            nn.init.uniform_(weight, -(weight[0].numel() ** -0.5), weight[0].numel() ** -0.5, generator)
+            bound = weight[0].numel() ** -0.5
+            nn.init.uniform_(weight, -bound, bound, generator)
         else:
             nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu", generator=generator)

@@ -5,7 +5,8 @@
 
 `order` [B, n] lists the patches of each image, the k hidden ones first. MAE (arXiv 2111.06377) drops these before the
 first layer, so that the blocks process n - k tokens only, and a small decoder predicts them. The paper (B.1.2)
-repatches them by a learned embedding, and one linear layer predicts them.
+replaces them by a learned embedding, and one linear layer predicts them. Which patches are hidden, and with which
+probabilities each is masked, replaced or kept, is drawn in `plainvit/train/masked_objective.py`.
 Letters are those of vit.py; n = h * w patches, k of them hidden.
 """
 
@@ -104,8 +105,9 @@ class Decoder(nn.Module):
         x = self.embedding(x)  # under autocast the residual stream of the decoder is low precision
         x = torch.cat((x, self.mask_token.to(x.dtype).expand(len(x), hidden, -1)), 1)  # [B, prefix + n, D]
         # Blocks do not depend on the order of tokens: the hidden ones stay last, and positions are reordered
-        first = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
-        x = x + self.positions.to(x.dtype)[torch.cat((first, order.roll(-hidden, 1) + self.prefix), 1)]
+        prefix = torch.arange(self.prefix, device=x.device).expand(len(x), -1)
+        places = torch.cat((prefix, order.roll(-hidden, 1) + self.prefix), 1)  # [B, prefix + n]
+        x = x + self.positions.to(x.dtype)[places]
         return self.prediction(self.norm(self.decode(x, hidden)))  # [B, k, out]
 
     def decode(self, x: Tensor, hidden: int) -> Tensor:

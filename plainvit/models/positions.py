@@ -53,6 +53,13 @@ class Positions(nn.Module):
         return self.fixed.value
 
 
+def count_position_tables(config: ViTConfig, layers: int) -> int:
+    """Tables of positions that are added to tokens (Table 8): none, one, or one for each layer."""
+    if config.posemb in ("none", "relative", "bias"):
+        return 0
+    return layers if config.posemb_at == "every" else 1
+
+
 def sincos2d(h: int, w: int, D: int, *, closed: bool = True) -> Tensor:
     """Fixed positions: sin x, cos x, sin y, cos y, each on D/4 frequencies (big_vision's order and spacing).
 

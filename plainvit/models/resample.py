@@ -4,7 +4,6 @@ model = resize(model, image_size=384)                   # as the code that the w
 model = resize(model, (256, 192), method="bicubic-antialias")
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +54,8 @@ def resize(model: ViT, image_size: int | tuple[int, int], *, method: str | None 
 
     method is one of METHODS, or "geometric" for BEiT's biases; None: as the code that the weights come from.
     """
-    method, old = choose_method(model) if method is None else method, model.config
+    old = model.config
+    method = choose_method(model) if method is None else method
     if not (method == GEOMETRIC and old.posemb == "bias"):
         _check_method(method)
     new = old.replace(image_size=pair(image_size))
@@ -114,36 +114,45 @@ def resample_table(
 
 def resample_biases(table: Tensor, old: tuple[int, int], new: tuple[int, int], method: str) -> Tensor:
     """BEiT's biases [(2h-1)(2w-1) + 3, H] for another grid; the last three, of the class token, stay as they are."""
-    before, after = ((2 * h - 1, 2 * w - 1) for h, w in (old, new))
-    resample = _resample_geometric if method == GEOMETRIC else partial(resample_table, method=method)
-    return torch.cat((resample(table[:-3], before, after), table[-3:]))
+    old_offsets, new_offsets = ((2 * h - 1, 2 * w - 1) for h, w in (old, new))
+    if method == GEOMETRIC:
+        biases = _resample_geometric(table[:-3], old_offsets, new_offsets)
+    else:
+        biases = resample_table(table[:-3], old_offsets, new_offsets, method)
+    return torch.cat((biases, table[-3:]))
 
 
 def _resample_geometric(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Linear interpolation between points whose distances grow from the center, as BEiT's biases vary most there.
-
-    Distances are a geometric progression that reaches the largest new offset; values beyond the last point repeat it.
-    """
-    matrices = []
-    for before, after in zip(old, new, strict=True):
-        points = _place_geometrically(before // 2, after // 2)
-        offsets = torch.arange(after, dtype=torch.float64) - after // 2
-        right = torch.bucketize(offsets, points).clamp(min(1, before - 1), before - 1)
-        left = (right - 1).clamp(0)
-        fraction = ((offsets - points[left]) / (points[right] - points[left])).nan_to_num(0).clamp(0, 1)
-        matrix = torch.zeros(after, before, dtype=torch.float64)
-        matrix[torch.arange(after), right] = fraction
-        matrix[torch.arange(after), left] = 1 - fraction
-        matrices.append(matrix.to(table.device))
-    grid = torch.einsum("ah,bw,hwd->abd", *matrices, table.double().view(*old, -1))  # [2h'-1, 2w'-1, H]
+    """Resamples biases [h*w, H] as BEiT's own code does: most finely near the center, where they vary most."""
+    rows, columns = (_make_geometric_weights(*sizes).to(table.device) for sizes in zip(old, new, strict=True))
+    grid = torch.einsum("ah,bw,hwd->abd", rows, columns, table.double().view(*old, -1))  # [h', w', H]
     return grid.flatten(0, 1).to(table.dtype)
 
 
-def _place_geometrically(count: int, reach: int) -> Tensor:
-    """Points ..., -1, 0, 1, 1 + q, 1 + q + q^2, ..., `count` on each side; the last is about `reach`."""
+def _make_geometric_weights(old: int, new: int) -> Tensor:
+    """The matrix [new, old] of linear interpolation along one axis, from points whose distances grow geometrically.
+
+    New offsets are whole numbers around 0. Beyond the last point its value is repeated.
+    """
+    points = _place_geometrically(old // 2, new // 2)
+    offsets = torch.arange(new, dtype=torch.float64) - new // 2
+    right = torch.bucketize(offsets, points).clamp(min(1, old - 1), old - 1)
+    left = (right - 1).clamp(0)
+    fraction = ((offsets - points[left]) / (points[right] - points[left])).nan_to_num(0).clamp(0, 1)
+    weights = torch.zeros(new, old, dtype=torch.float64)
+    weights[torch.arange(new), right] = fraction
+    weights[torch.arange(new), left] = 1 - fraction
+    return weights
+
+
+def _place_geometrically(count: int, largest: int) -> Tensor:
+    """Points ..., -1, 0, 1, 1 + q, 1 + q + q^2, ..., `count` on each side; q, found by bisection, ends at `largest`."""
     low, high, q = 1.01, 1.5, 1.01
     while high - low > 1e-6:
         q = (low + high) / 2
-        low, high = (low, q) if (1 - q**count) / (1 - q) > reach else (q, high)
+        if (1 - q**count) / (1 - q) > largest:
+            high = q
+        else:
+            low = q
     points = torch.cumsum(q ** torch.arange(count, dtype=torch.float64), 0)
     return torch.cat((-points.flip(0), points.new_zeros(1), points))

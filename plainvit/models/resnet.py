@@ -36,7 +36,7 @@ class StdConv(nn.Conv2d):
         padding = kernel // 2 if config.padding == "symmetric" else 0
         super().__init__(c_in, c_out, kernel, stride, padding, bias=False)
         self.same = config.padding == "same"
-        where, eps = config.standardise.split("+")
+        where, eps = config.standardize.split("+")
         self.eps_on_std, self.eps = where == "std", float(eps)
 
     def standardized(self) -> Tensor:

@@ -22,9 +22,17 @@ from torch import Tensor, nn
 from plainvit import device
 from plainvit.config import About, ViTConfig
 from plainvit.models.buffers import Normalize
-from plainvit.models.families import ACTIVATIONS, GeneralMlp, OffsetBias, QueryKeys, make_head, make_norm, make_qkv
+from plainvit.models.families import (
+    ACTIVATIONS,
+    GeneralMlp,
+    QueryKeys,
+    make_attention_bias,
+    make_head,
+    make_norm,
+    make_qkv,
+)
 from plainvit.models.init import initialize_vit
-from plainvit.models.positions import Positions, RelativePositions
+from plainvit.models.positions import Positions, count_position_tables
 from plainvit.models.resnet import Body
 from plainvit.models.trace import Trace, note, number_layers
 
@@ -45,8 +53,7 @@ class Attention(nn.Module):
         self.heads, self.is_plain = config.heads, config.has_plain_attention
         self.qkv = make_qkv(config)  # rows: q | k | v, each head by head
         self.out = nn.Linear(config.width, config.width, bias=config.block_bias != "none")
-        relative = {"relative": RelativePositions, "bias": OffsetBias}.get(config.posemb)
-        self.relative = relative(config) if relative else None
+        self.relative = make_attention_bias(config)
         self.query_keys = QueryKeys(config) if config.qk_norm or config.rotary != "none" else None
         self.norm = make_norm(config, config.width) if config.norm_inner == "both" else nn.Identity()
 
@@ -176,7 +183,8 @@ class ViT(nn.Module):
         super().__init__()
         device.choose_attention_backend()
         self.config, self.about = config, About()
-        D, layers = config.width, config.depth * (2 if config.axial else 1)
+        D = config.width
+        layers = 2 * config.depth if config.axial else config.depth
         self.normalize = Normalize(config.mean, config.std)
         self.stem = Body(config.stem) if config.stem else None
         in_channels = config.stem.width if config.stem else config.channels
@@ -186,8 +194,7 @@ class ViT(nn.Module):
         self.class_token = nn.Parameter(torch.empty(1, D)) if config.class_token else None
         self.distillation_token = nn.Parameter(torch.empty(1, D)) if config.distillation else None
         self.registers = nn.Parameter(torch.empty(config.registers, D)) if config.registers else None
-        tables = 0 if config.posemb in ("none", "relative", "bias") else layers if config.posemb_at == "every" else 1
-        self.positions = nn.ModuleList(Positions(config) for _ in range(tables))
+        self.positions = nn.ModuleList(Positions(config) for _ in range(count_position_tables(config, layers)))
         self.norm_tokens = make_norm(config, D) if config.norm_embedding == "tokens" else nn.Identity()  # CLIP's
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer, layers) for layer in range(layers))
@@ -241,8 +248,9 @@ class ViT(nn.Module):
 
     def prepend_tokens(self, x: Tensor) -> Tensor:
         """Puts the class token, the distillation token and the registers before the patches."""
-        prefix = [p for p in (self.class_token, self.distillation_token, self.registers) if p is not None]
-        return torch.cat([p.to(x.dtype).expand(x.shape[0], -1, -1) for p in prefix] + [x], 1) if prefix else x
+        learned = [self.class_token, self.distillation_token, self.registers]
+        prefix = [tokens.to(x.dtype).expand(x.shape[0], -1, -1) for tokens in learned if tokens is not None]
+        return torch.cat([*prefix, x], 1) if prefix else x
 
     def encode_tokens(self, x: Tensor, trace: Trace | None = None) -> Tensor:
         for layer in range(len(self.blocks)):
@@ -266,8 +274,10 @@ class ViT(nn.Module):
             x = torch.cat((x[:, 0], x[:, self.config.prefix :].mean(1)), -1)  # [B, 2D]
         elif self.pool is not None:
             x = self.pool(x[:, self.config.prefix :])
-        else:  # the class token; with DeiT's second token, the mean of both
-            x = (x[:, 0] + x[:, 1]) / 2 if self.config.distillation else x[:, 0]
+        elif self.config.distillation:  # the mean of the class token and DeiT's second token
+            x = (x[:, 0] + x[:, 1]) / 2
+        else:
+            x = x[:, 0]
         x = note(trace, "pooled", self.norm(x) if self.config.norm_pooled else x)  # [B, D]
         x = x if self.pre_logits is None else torch.tanh(self.pre_logits(x))
         return x if self.projection is None else self.projection(x)
@@ -279,21 +289,23 @@ class ViT(nn.Module):
             return representation
         if self.head_distillation is None:
             return note(trace, "logits", self.head(representation))  # [B, K]
-        both = self.head(x[:, 0]), self.head_distillation(x[:, 1])
-        mean = note(trace, "logits", (both[0] + both[1]) / 2)
-        return both if self.training else mean
+        by_class, by_distillation = self.head(x[:, 0]), self.head_distillation(x[:, 1])
+        mean = note(trace, "logits", (by_class + by_distillation) / 2)
+        return (by_class, by_distillation) if self.training else mean
 
     def replace_head(self, classes: int) -> Self:
         """For transfer (paper 3.2): removes the whole head and attaches one linear layer of zeros."""
         self.config = self.config.without_head().replace(classes=classes)
         self.pre_logits = self.projection = None
-        for name in ("head", "head_distillation"):
-            has_layer = classes and (name == "head" or self.config.distillation)
-            layer = make_head(self.config).to(self.embedding.weight) if has_layer else None
-            for parameter in layer.parameters() if layer else ():
-                nn.init.zeros_(parameter)
-            setattr(self, name, layer)
+        self.head = self._make_zero_head() if classes else None
+        self.head_distillation = self._make_zero_head() if classes and self.config.distillation else None
         return self
+
+    def _make_zero_head(self) -> nn.Linear:
+        head = make_head(self.config).to(self.embedding.weight)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        return head
 
     def trace_names(self) -> list[str]:
         """What a Trace can ask for, in the order of computation."""

@@ -13,6 +13,6 @@ def count_training_images(config: Config) -> int | None:
     if not images:
         return None
     splits = SETS[config.data].splits if config.data in SETS else ()
-    if not {"val", "test"} <= set(splits):  # a dataset with its own validation images holds none out
+    if not {"val", "test"} <= set(splits):  # with both, none are held out; one of the two alone is the test set
         images -= round(images * config.holdout)
     return max(round(config.train_fraction * images), 1)

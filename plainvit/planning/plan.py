@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from plainvit.config import Config, Model, ResNetConfig, ViTConfig, count_steps, largest_divisor, nearest
+from plainvit.config import Config, Model, ResNetConfig, ViTConfig, count_steps, largest_divisor
 from plainvit.planning import cost
 from plainvit.planning.datasets import CLASSES, count_training_images
 from plainvit.planning.devices import DEVICES, USABLE_MEMORY, Device
@@ -77,7 +77,7 @@ def resolve_model(config: Config) -> Model:
 
 def _check_arguments(config: Config, on: str, devices: int, images: int | None) -> None:
     if on and on not in DEVICES:
-        raise ValueError(f"--on {on}: this device is not known; {nearest(on, DEVICES)}")
+        raise ValueError(f"--on {on} is unknown: use one of {', '.join(DEVICES)}")
     if devices < 1:
         raise ValueError(f"--devices must be at least 1, got {devices}")
     if config.batch % devices:

@@ -35,7 +35,7 @@ def recipe(name: str, data: DataSummary | None = None) -> Config:
     try:
         config = make(data=data) if data and _has_data_parameter(make) else make()
     except Exception as error:
-        if not in_file(name):
+        if not is_user_file(name):
             raise
         raise ValueError(f"recipe {name} raised {_describe_error(error, Path(name.rpartition(':')[0]))}") from error
     if not isinstance(config, Config):
@@ -67,7 +67,7 @@ def choose_recipe(data: str, summary: DataSummary) -> tuple[str, str]:
     return "photos", f"{reason}; {hint}{data}"
 
 
-def about(name: str) -> dict[str, str]:
+def read_docstring(name: str) -> dict[str, str]:
     """The parts of a recipe's docstring: name, summary, source, command, expected, cost; "" if absent."""
     lines = [line.strip() for line in (_find(name).__doc__ or "").strip().splitlines()]
     parts = {"name": name, "summary": lines[0] if lines else ""} | dict.fromkeys(PARTS, "")
@@ -94,7 +94,7 @@ def _recipes() -> dict[str, Recipe]:
 
 
 def _find(name: str) -> Recipe:
-    if in_file(name):
+    if is_user_file(name):
         return _load(name)
     known = _recipes()
     if name not in known:
@@ -102,7 +102,7 @@ def _find(name: str) -> Recipe:
     return known[name]
 
 
-def in_file(name: str) -> bool:
+def is_user_file(name: str) -> bool:
     """Whether a name refers to the user's own file, FILE.py:NAME."""
     return name.endswith(".py") or name.rpartition(":")[0].endswith(".py")
 

@@ -120,10 +120,10 @@ class Display:
         if self.done <= self._first:
             return ""
         seconds = (time.monotonic() - self._start) / (self.done - self._first) * (self.total - self.done)
-        return f"{readable(seconds)} left"
+        return f"{format_duration(seconds)} left"
 
 
-def readable(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration: 85 -> 1m25s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

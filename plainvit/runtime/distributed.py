@@ -133,7 +133,7 @@ def join(device: str, timeout: float) -> World:
 def _read_number(name: str) -> int:
     value = os.environ.get(name, "")
     if not value.isdigit():
-        raise ValueError(f"RANK is set, but {name} is no number: start with torchrun or --devices")
+        raise ValueError(f"RANK is set, but {name} is not a number: unset RANK, or start with torchrun")
     return int(value)
 
 

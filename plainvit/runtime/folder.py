@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from plainvit.config import pluralize
 from plainvit.device import processor
 from plainvit.disk import DiskError, read_json, write_text
 
@@ -62,7 +63,7 @@ class Folder:
             self._lock.close()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise DiskError(f"cannot lock {path}: {error.strerror}") from error
-            raise ValueError(f"{holder} is training in {path}: wait for it, or give another --out") from error
+            raise ValueError(f"{holder} is training in {path}: wait for it, or use another --out") from error
         with contextlib.suppress(OSError):  # the first write that matters reports a full disk
             self._lock.truncate(0)
             os.write(self._lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
@@ -89,7 +90,7 @@ class Folder:
     def write(self, name: str, value: Any) -> None:
         if not self.writes:
             return
-        write_text(self.path / name, _to_json(finite(value)))
+        write_text(self.path / name, _to_json(replace_non_finite(value)))
 
     def read(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name)
@@ -108,7 +109,7 @@ class Folder:
         try:
             if self._metrics is None:
                 self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-            self._metrics.write(json.dumps(finite(line | {"time": round(time.time(), 3)})) + "\n")
+            self._metrics.write(json.dumps(replace_non_finite(line | {"time": round(time.time(), 3)})) + "\n")
             self._metrics.flush()
         except OSError as error:
             raise DiskError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror}") from error
@@ -122,7 +123,7 @@ class Folder:
 
 
 def run_seconds(path: Path) -> float:
-    """Training time of a run that ended, from environment.json. Raises ValueError if it is no number."""
+    """Training time of a run that ended, from environment.json. Raises ValueError if it is not a number."""
     seconds = read_json(path / "environment.json").get("seconds", 0.0)
     if type(seconds) not in (int, float) or not 0 <= seconds < 1e12:
         raise ValueError(f"{path / 'environment.json'}: seconds is {shorten_repr(seconds)}: correct or delete it")
@@ -141,12 +142,12 @@ def check_metrics(metrics: Any, name: str) -> None:
     """Raises ValueError for metrics of a split that no run writes, which is why they are not used."""
     if not isinstance(metrics, dict):
         raise ValueError(f"{name} is {shorten_repr(metrics)}, not an object: delete the file and repeat the command")
-    for key, (least, most) in METRIC_RANGES.items():
+    for key, (minimum, maximum) in METRIC_RANGES.items():
         value = metrics.get(key)
         if key not in metrics or (value is None and key not in ("images", "top1")):  # null in place of NaN and Inf
             continue
-        if type(value) not in (int, float) or not least <= value <= most:
-            problem = f"{name}.{key} is {shorten_repr(value)}, not a number from {least} to {most:g}"
+        if type(value) not in (int, float) or not minimum <= value <= maximum:
+            problem = f"{name}.{key} is {shorten_repr(value)}, not a number from {minimum} to {maximum:g}"
             raise ValueError(f"{problem}: delete the file and repeat the command of the run")
 
 
@@ -182,12 +183,12 @@ def _to_json(value: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def finite(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """Replaces NaN and Inf by None: JSON has neither."""
     if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
+        return {key: replace_non_finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
+        return [replace_non_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -199,7 +200,7 @@ def environment(device: str) -> dict[str, Any]:
 
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     threads = torch.get_num_threads()
-    cpu = f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
+    cpu = f"{processor()}, {pluralize(threads, 'thread')}"
     return {
         "plainvit": __version__,
         "commit": read_commit(Path(__file__).parents[1]),

@@ -55,14 +55,14 @@ class Photos:
     """Images and, if known, their correct classes."""
 
     images: Tensor  # uint8 [N, 3, H, W]
-    right: np.ndarray | None = None  # [N, M] correct classes of each image, padded with -1
-    columns: np.ndarray | None = None  # outputs of the model that `right` numbers; None: all
+    targets: np.ndarray | None = None  # [N, M] correct classes of each image, padded with -1
+    columns: np.ndarray | None = None  # outputs of the model that `targets` numbers; None: all
 
     def count_correct(self, model: Predictor | Graph) -> int:
         logits = torch.cat([model.logits(images) for images in self.images.split(BATCH)])
         if self.columns is not None:
             logits = logits[:, self.columns]
-        return int((logits.argmax(1, keepdim=True).numpy() == self.right).any(1).sum())
+        return int((logits.argmax(1, keepdim=True).numpy() == self.targets).any(1).sum())
 
 
 def load_photos(predictor: Predictor, data: str, data_root: Path | None, count: int) -> Photos | None:
@@ -80,7 +80,7 @@ def load_photos(predictor: Predictor, data: str, data_root: Path | None, count: 
         assert source is not None
         return Photos(load_images(predictor, source, count)[0])
     images, positions = load_images(predictor, labels.source, count)
-    return Photos(images, labels.right[positions], labels.columns)
+    return Photos(images, labels.targets[positions], labels.columns)
 
 
 def measure(
@@ -125,7 +125,7 @@ def _measure_format(
         call()  # warm up
         times[batch] = time_call(call, seconds)
     top1 = interval = None
-    if photos is not None and photos.right is not None:
+    if photos is not None and photos.targets is not None:
         correct, count = photos.count_correct(model), len(photos.images)
         top1, interval = correct / count, wilson(correct, count)
     memory = _read_peak_memory() / 1e6

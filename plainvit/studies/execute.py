@@ -22,7 +22,7 @@ from plainvit.analyse.figures import save
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.disk import make_folder, read_json, write_text
-from plainvit.runtime.folder import environment, finite
+from plainvit.runtime.folder import environment, replace_non_finite
 from plainvit.studies.claims import CLAIMS, Budget
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.plans import Plan
@@ -164,7 +164,7 @@ def store_verdict(record: Mapping[str, Any], folder: Path) -> None:
     if stored and (stored["rule"], stored.get("definition")) != (record["rule"], record["definition"]):
         history = [stored, *history]
     make_folder(folder)
-    write_text(folder / "verdict.json", json.dumps(finite({**record, "history": history}), indent=1) + "\n")
+    write_text(folder / "verdict.json", json.dumps(replace_non_finite({**record, "history": history}), indent=1) + "\n")
 
 
 def summarize_runs(plan: Plan, ledger: Ledger) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from plainvit.studies.base_configs import base, vit
 from plainvit.studies.compute import make_stem
 from plainvit.studies.measures import limit_images, load_model, untrained_config
 from plainvit.studies.study import Arm, Budget, Results, define
-from plainvit.studies.verdict import Criterion, above, contrast
+from plainvit.studies.verdict import Criterion, contrast, require_above
 
 IMAGES = 128  # as in the paper
 SHUFFLES = 199
@@ -87,7 +87,7 @@ def position_criteria(results: Results) -> list[Criterion]:
     trained = zip(results.samples("trained", "nearness"), results.samples("trained", "chance"), strict=True)
     excess = contrast([(1.0, [near - chance for near, chance in trained])])
     return [
-        above("nearness - 95 % quantile of permuted positions", excess),
+        require_above("nearness - 95 % quantile of permuted positions", excess),
         results.above("trained", "untrained", metric="nearness"),
         results.contrast("row and column - elsewhere, trained", {"trained": 1.0}, metric="contrast"),
         results.contrast("row and column, trained - untrained", {"trained": 1.0, "untrained": -1.0}, metric="contrast"),

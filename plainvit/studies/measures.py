@@ -26,9 +26,9 @@ CLASSIFIED = 4096  # largest number of training images that are classified
 
 def halves(config: Config, folder: Path) -> dict[str, float]:  # noqa: ARG001
     """`choice`: top-1 on every other held-out image, which chooses a rate; `top1`: on the rest, which decides."""
-    right = read_rows(folder, read_card(folder)).right
-    order = np.random.default_rng(0).permutation(len(right))
-    return {"choice": float(right[order[::2]].mean()), "top1": float(right[order[1::2]].mean())}
+    correct = read_rows(folder, read_card(folder)).correct
+    order = np.random.default_rng(0).permutation(len(correct))
+    return {"choice": float(correct[order[::2]].mean()), "top1": float(correct[order[1::2]].mean())}
 
 
 def overfitting(config: Config, folder: Path) -> dict[str, float]:

@@ -13,7 +13,7 @@ from plainvit.studies.base_configs import DOWNSTREAM, by_adamw, finetune_config,
 from plainvit.studies.compute import models
 from plainvit.studies.measures import halves
 from plainvit.studies.study import MARGIN, Arm, Budget, Results, define
-from plainvit.studies.verdict import Criterion, above
+from plainvit.studies.verdict import Criterion, require_above
 
 KINDS = ("Adam", "SGD")
 FACTORS = (1 / 3, 1, 3)  # of the learning rate of pre-training
@@ -84,7 +84,10 @@ def averaging_arms(budget: Budget) -> dict[str, Arm]:
 
 def averaging_criteria(results: Results) -> list[Criterion]:
     nll = results.estimate({"last weights": 1.0, "averaged": -1.0}, "nll")
-    return [results.not_worse("averaged", "last weights"), above("NLL, last weights - averaged", nll, -NLL_MARGIN)]
+    return [
+        results.not_worse("averaged", "last weights"),
+        require_above("NLL, last weights - averaged", nll, -NLL_MARGIN),
+    ]
 
 
 STUDIES = (

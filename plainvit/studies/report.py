@@ -18,9 +18,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from plainvit.config import pluralize
 from plainvit.data.decode import DataError
 from plainvit.disk import read_json, write_text
-from plainvit.runtime.display import readable
+from plainvit.runtime.display import format_duration
 from plainvit.studies.claims import BUDGETS, METRIC_TITLES, PERCENT, read_claims
 from plainvit.studies.verdict import describe_effect
 
@@ -92,7 +93,7 @@ def is_current(record: Mapping[str, Any]) -> bool:
 def count_runs(record: Mapping[str, Any]) -> str:
     """The largest number of runs of an arm, in words."""
     count = max((len(rows) for rows in record["values"].values()), default=0)
-    return "1 run per arm" if count == 1 else f"{count} runs per arm"
+    return f"{pluralize(count, 'run')} per arm"
 
 
 # Terminal -------------------------------------------------------------------------------------------------------------
@@ -270,9 +271,9 @@ def _describe_runs(record: Mapping[str, Any], out: Path) -> str:
     """The command, and time, devices and commits of the runs."""
     runs = record["runs"]
     devices = runs["devices"] or [record["environment"].get("device") or "unknown"]
-    time = f"measured in {readable(record['seconds'])}"
+    time = f"measured in {format_duration(record['seconds'])}"
     if runs["count"]:
-        time = f"{runs['count']} runs, {readable(runs['seconds'])} in total"
+        time = f"{runs['count']} runs, {format_duration(runs['seconds'])} in total"
     rule = f"rule of commit {record['rule_commit']}, " if record.get("rule_commit") else ""
     details = [time, *devices, f"{rule}runs of commit {', '.join(_commits(record))}"]
     link = _link(out, record["study"], "verdict.json")

@@ -47,11 +47,14 @@ def run_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
+HASHED_NAMES = {"standardize": "standardise"}  # its name in 0.1: published verdicts name runs by hashes with it
+
+
 def list_changes(config: Checked) -> dict[str, Any]:
     """The settings that differ from their defaults, so that a new option does not change the names of runs."""
     values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
     return {"kind": type(config).__name__} | {
-        name: list_changes(value) if isinstance(value, Checked) else value
+        HASHED_NAMES.get(name, name): list_changes(value) if isinstance(value, Checked) else value
         for name, (value, default) in values.items()
         if value != default
     }

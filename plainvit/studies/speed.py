@@ -26,7 +26,7 @@ from plainvit.planning.devices import H200, USABLE_MEMORY
 from plainvit.planning.memory import Step, largest_micro_batch
 from plainvit.studies.drawings import SERIES, set_log_ticks
 from plainvit.studies.study import Arm, Budget, Results, define
-from plainvit.studies.verdict import Criterion, above, contrast, slope_weights, welch
+from plainvit.studies.verdict import Criterion, contrast, require_above, slope_weights, welch
 
 SIDES: dict[Budget, tuple[int, ...]] = {"cpu": (32, 64, 96, 128), "gpu": (64, 224, 384)}
 ALIKE = {"ViT": "ResNet", "ViT-B/32": "BiT-R50x1", "ViT-B/16": "BiT-R50x2"}  # of the nearest multiply-adds
@@ -140,10 +140,10 @@ def criteria(results: Results) -> list[Criterion]:
         slope = slope_weights(np.log([results.arms[arm].x for arm in names]).tolist())
         logs = [np.log(results.samples(arm, "images_per_second")).tolist() for arm in names]
         fall = contrast(list(zip(slope, logs, strict=True)))
-        criteria.append(above(f"exponent of the side in images/s, {vit}", fall, limit=-4.0))
+        criteria.append(require_above(f"exponent of the side in images/s, {vit}", fall, limit=-4.0))
         for pair in zip(resnets, names, strict=True):
             ratio = welch(*(np.log(results.samples(arm, "largest_batch")).tolist() for arm in pair))
-            criteria.append(above(f"log(largest batch), {pair[1]} - {pair[0]}", ratio, limit=-math.log(SLACK)))
+            criteria.append(require_above(f"log(largest batch), {pair[1]} - {pair[0]}", ratio, limit=-math.log(SLACK)))
     return criteria
 
 

@@ -21,7 +21,7 @@ from plainvit.evaluate.grid import choose_best, is_at_edge
 from plainvit.models import ResNet, ViT
 from plainvit.runtime.folder import read_results
 from plainvit.studies.claims import PERCENT, Budget, read_claims
-from plainvit.studies.verdict import Criterion, Estimate, Verdict, above, contrast, decide, within
+from plainvit.studies.verdict import Criterion, Estimate, Verdict, contrast, decide, require_above, require_within
 
 Criteria = Callable[["Results"], Sequence[Criterion]]
 CHOOSING = 3  # runs of each arm of a family that choose its best arm; the others decide
@@ -138,7 +138,7 @@ class Results:
 
     def contrast(self, name: str, weights: Mapping[str, float], *, limit: float = 0.0, metric: str = "") -> Criterion:
         """A weighted sum of arms is above the limit."""
-        return above(name, self.estimate(weights, metric), limit, self.unit(metric))
+        return require_above(name, self.estimate(weights, metric), limit, self.unit(metric))
 
     def above(self, high: str, low: str, *, metric: str = "") -> Criterion:
         return self.contrast(f"{high} - {low}", {high: 1.0, low: -1.0}, metric=metric)
@@ -149,7 +149,7 @@ class Results:
 
     def equal(self, first: str, second: str, margin: float = MARGIN) -> Criterion:
         """The two differ by less than the margin."""
-        return within(f"{first} - {second}", self.estimate({first: 1.0, second: -1.0}), margin, self.unit())
+        return require_within(f"{first} - {second}", self.estimate({first: 1.0, second: -1.0}), margin, self.unit())
 
 
 def rate_arms(name: str, config: Config, rates: Sequence[float], /, **fields: Any) -> dict[str, Arm]:

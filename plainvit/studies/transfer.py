@@ -27,10 +27,10 @@ from plainvit.names import configure
 from plainvit.studies.base_configs import DOWNSTREAM, finetune_config, finetune_rates, pretrain_config, vit
 from plainvit.studies.measures import halves
 from plainvit.studies.study import Arm, Budget, Results, define, rate_arms
-from plainvit.studies.verdict import Criterion, above, welch
+from plainvit.studies.verdict import Criterion, require_above, welch
 from plainvit.weights import load
 
-BEFORE = "pre-training"
+PRETRAINING = "pre-training"
 
 
 # 6: pre-training against scratch --------------------------------------------------------------------------------------
@@ -48,10 +48,10 @@ def tasks(budget: Budget) -> dict[str, Config]:
 
 def arms(budget: Budget) -> dict[str, Arm]:
     """A group for each task."""
-    made = {BEFORE: Arm(pretrain_config(budget), is_compared=False)}
+    made = {PRETRAINING: Arm(pretrain_config(budget), is_compared=False)}
     for task, config in tasks(budget).items():
         scratch = config.replace(model=vit(pretrain_config(budget)).replace(classes=0, representation=0))
-        made[f"{task}, pre-trained"] = Arm(config, group=task, parent=BEFORE)
+        made[f"{task}, pre-trained"] = Arm(config, group=task, parent=PRETRAINING)
         made |= rate_arms(f"{task}, scratch", scratch, finetune_rates(budget), group=task)
     return made
 
@@ -76,8 +76,8 @@ RESAMPLED, REDRAWN = "resampled positions", "new positions"
 
 
 def resolution_arms(budget: Budget) -> dict[str, Arm]:
-    config = finetune_config(budget)
-    return {BEFORE: Arm(pretrain_config(budget), is_compared=False)} | size_arms(config, SIZES[budget], BEFORE)
+    pretraining = Arm(pretrain_config(budget), is_compared=False)
+    return {PRETRAINING: pretraining} | size_arms(finetune_config(budget), SIZES[budget], PRETRAINING)
 
 
 def size_arms(config: Config, sizes: tuple[int, ...], parent: str = "") -> dict[str, Arm]:
@@ -91,9 +91,9 @@ def size_arms(config: Config, sizes: tuple[int, ...], parent: str = "") -> dict[
     return arms
 
 
-def redraw_positions(start: Path, config: Config) -> ViT:
-    """The weights of `start` at the config's size, with positions as they are before training."""
-    old = require_vit(load(start))
+def redraw_positions(checkpoint: Path, config: Config) -> ViT:
+    """The weights of a checkpoint at the config's size, with positions as they are before training."""
+    old = require_vit(load(checkpoint))
     model = require_vit(build(old.config.replace(image_size=pair(config.image_size))))
     model.initialize(torch.Generator().manual_seed(config.seed))
     kept = {name: value for name, value in old.state_dict().items() if not name.startswith("positions.")}
@@ -123,20 +123,20 @@ def head_arms(budget: Budget) -> dict[str, Arm]:
     pretraining = pretrain_config(budget)
     model = vit(pretraining).replace(representation=vit(pretraining).width)
     config = finetune_config(budget)
-    made = {BEFORE: Arm(pretraining.replace(model=model), is_compared=False)}
-    made |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", parent=BEFORE)
+    made = {PRETRAINING: Arm(pretraining.replace(model=model), is_compared=False)}
+    made |= rate_arms(ZERO, config, finetune_rates(budget), group=ZERO, family="", parent=PRETRAINING)
     kept = config.replace(head="keep")
     return made | rate_arms(
-        LAST, kept, finetune_rates(budget), group=LAST, family="", parent=BEFORE, edit=redraw_last_layer
+        LAST, kept, finetune_rates(budget), group=LAST, family="", parent=PRETRAINING, edit=redraw_last_layer
     )
 
 
-def redraw_last_layer(start: Path, config: Config) -> ViT:
-    """The weights of `start`, hidden layer and all, with a last layer for the config's classes.
+def redraw_last_layer(checkpoint: Path, config: Config) -> ViT:
+    """The weights of a checkpoint, hidden layer and all, with a last layer for the config's classes.
 
     The paper does not say how it was drawn: here as its other layers that follow no non-linearity, by LeCun's rule.
     """
-    model = require_vit(load(start))
+    model = require_vit(load(checkpoint))
     classes = len(open_splits(config).classes)
     model.config = model.config.replace(classes=classes)
     model.head = nn.Linear(model.config.representation or model.config.width, classes)
@@ -156,7 +156,7 @@ def head_criteria(results: Results) -> list[Criterion]:
     ]
     return [
         results.contrast(f"{ZERO} - {LAST}, mean over the rates", weights, limit=-HEAD_MARGIN),
-        above(f"spread over the rates, {LAST} - {ZERO}", welch(*spreads), unit="points"),
+        require_above(f"spread over the rates, {LAST} - {ZERO}", welch(*spreads), unit="points"),
     ]
 
 
@@ -176,7 +176,7 @@ def published_model() -> ViTConfig:
 
 
 def published_arms(budget: Budget) -> dict[str, Arm]:
-    """A group for each set."""
+    """A group for each set. On a CPU the settings for a GPU are shortened: the CPU's own are for digits."""
     arms: dict[str, Arm] = {}
     for data in SETS:
         config, model = finetune_config("gpu", data), published_model()

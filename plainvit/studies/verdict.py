@@ -1,8 +1,8 @@
 """The statistics of a verdict: Welch's intervals, equivalence by two one-sided tests, Holm's correction.
 
-    welch([0.71, 0.72, 0.70], [0.66, 0.68, 0.65])        second - first is estimated, with its standard error
-    above("b - a", estimate, limit=-0.01)                 b is at most 0.01 worse than a
-    decide([criterion, ...])                               supported, contradicted or inconclusive
+    welch([0.71, 0.72, 0.70], [0.66, 0.68, 0.65])         second - first is estimated, with its standard error
+    require_above("b - a", estimate, limit=-0.01)         b is at most 0.01 worse than a
+    decide([criterion, ...])                              supported, contradicted or inconclusive
 
 A claim has criteria, and all of them must hold. Each criterion is a linear contrast of the means of arms whose runs
 are independent: Welch (Biometrika 34, 1947) for two arms, Welch-Satterthwaite degrees of freedom for more. Holm's
@@ -106,14 +106,14 @@ def describe_effect(criterion: Mapping[str, Any]) -> str:
     return f"{effect} {criterion['unit']} [{low}, {high}]".replace("  ", " ")
 
 
-def above(name: str, estimate: Estimate, limit: float = 0.0, unit: str = "") -> Criterion:
+def require_above(name: str, estimate: Estimate, limit: float = 0.0, unit: str = "") -> Criterion:
     """The effect is above the limit; a negative limit is the margin of a test of non-inferiority."""
     p_for, p_against = 2 * estimate.tail(limit), 2 * (-estimate).tail(-limit)
     need = f"> {_with_unit(limit, unit)}"
     return Criterion(name, need, estimate.effect, *estimate.interval, estimate.runs, p_for, p_against, unit)
 
 
-def within(name: str, estimate: Estimate, margin: float, unit: str = "") -> Criterion:
+def require_within(name: str, estimate: Estimate, margin: float, unit: str = "") -> Criterion:
     """The effect is between -margin and margin: two one-sided tests at 2.5 %, so that the 95 % interval decides."""
     p_for = 2 * max(estimate.tail(-margin), (-estimate).tail(-margin))
     p_against = 2 * min(estimate.tail(margin), (-estimate).tail(margin))

@@ -24,7 +24,7 @@ from plainvit.data.splits import open_splits
 from plainvit.data.vtab import GROUPS, TASKS, MissingTaskError, augment_for
 from plainvit.disk import write_text
 from plainvit.recipes import recipe
-from plainvit.runtime.folder import finite
+from plainvit.runtime.folder import replace_non_finite
 from plainvit.train.nonfinite import DivergedError
 from plainvit.train.run import fit
 from plainvit.train.transfer import read_starting_model
@@ -68,7 +68,7 @@ def run_tasks(
         row = _run_task(configs[task], out / task, quiet) if task in configs else {"state": "absent"}
         rows[task] = {"group": TASKS[task].group, **row}
     report = _make_report(config, rows)
-    write_text(out / "vtab.json", json.dumps(finite(report), indent=1) + "\n")
+    write_text(out / "vtab.json", json.dumps(replace_non_finite(report), indent=1) + "\n")
     return report
 
 
@@ -88,7 +88,7 @@ def _run_task(config: Config, folder: Path, quiet: bool) -> dict[str, Any]:
         done = fit(config, folder, quiet=quiet)
     except DivergedError as error:
         return {"state": "diverged", "folder": str(folder), "reason": str(error).splitlines()[0]}
-    test = done.numbers["test"]
+    test = done.metrics["test"]
     numbers = {name: test[name] for name in ("top1", "interval", "unreadable")}
     return {"state": "done", "folder": str(done.folder), **numbers, "n": test["images"]}
 

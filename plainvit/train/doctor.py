@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from plainvit import __version__, device
-from plainvit.config import Config, ViTConfig, largest_divisor
+from plainvit.config import Config, ViTConfig, largest_divisor, pluralize
 from plainvit.data.splits import find_data_problems, open_splits
 from plainvit.device import choose_device, processor
 from plainvit.errors import first_line
@@ -133,8 +133,7 @@ def check_tokens(model: ViTConfig, *, has_weights: bool) -> Iterator[Problem]:
         elif not model.stem:
             patch = [largest_divisor(side, max(side // 4, 1)) for side in model.image_size]
             fix = f"--model.patch {patch[0]} {patch[1]}, or larger images: {fix}"
-        count = "1 token" if tokens == 1 else f"{tokens} tokens"
-        yield f"{model.stride[0]}-pixel patches on {height}-pixel images give only {count}", fix
+        yield f"{model.stride[0]}-pixel patches on {height}-pixel images give only {pluralize(tokens, 'token')}", fix
     if tokens > MANY_TOKENS:
         yield f"{tokens} tokens: attention grows with their square", "a larger patch or smaller images"
 

@@ -34,31 +34,31 @@ def finalize(
     model, chosen = choose_model(run, first)
     if run.world.is_main:
         save(model, run.folder.path / "model.safetensors")
-    numbers: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     samples: list[Sample] = []
     try:
         if not isinstance(run.objective, PredictPatches):
-            numbers, samples = evaluate_splits(run, model, splits)
+            metrics, samples = evaluate_splits(run, model, splits)
         elif run.validation:  # self-supervised training does not read test images
-            numbers["val"] = evaluate_masked(run.objective, run.validation)
+            metrics["val"] = evaluate_masked(run.objective, run.validation)
     except NonFiniteError as error:
         raise DivergedError(f"with the final weights, {error}") from error
     progress = run.progress
     is_best_step = bool(run.config.patience and progress.best_step)
-    numbers |= chosen | find_better_step(run, numbers)
-    numbers |= {
+    metrics |= chosen | find_better_step(run, metrics)
+    metrics |= {
         "chosen_on_val": is_best_step or "trained" in chosen,
         "skipped_steps": progress.skipped,
         "steps": progress.step,
-        "steps_asked": run.config.steps,
+        "steps_planned": run.config.steps,
     }
-    run.folder.write("results.json", numbers)
+    run.folder.write("results.json", metrics)
     if run.world.is_main:  # the report of an interruption must not be mistaken for the final one
         (run.folder.path / "report.html").unlink(missing_ok=True)
         if report:
             write_report(run.folder.path, samples, state="done")
     run.folder.write_status("done", progress.step, run.steps)
-    return model, numbers
+    return model, metrics
 
 
 def choose_model(run: Training, first: dict[str, Any] | None) -> tuple[ViT | ResNet, dict[str, Any]]:
@@ -76,19 +76,19 @@ def choose_model(run: Training, first: dict[str, Any] | None) -> tuple[ViT | Res
     return load(run.folder.path / FIRST).to(run.loader.device), compared | {"final": "first"}
 
 
-def describe_choice(numbers: dict[str, Any]) -> Iterator[str]:
+def describe_choice(metrics: dict[str, Any]) -> Iterator[str]:
     """A line on which of the first and the trained model is the final one; nothing for other runs."""
-    if "final" not in numbers:
+    if "final" not in metrics:
         return
-    first = f"{numbers['first']['top1']:.2%}"
-    trained = f"{numbers['trained']['top1']:.2%}" if "trained" in numbers else "non-finite values"
-    accuracies = f"held-out images: first {first}, after {numbers['steps']} steps {trained}"
-    yield f"final model: the {numbers['final']} one ({accuracies})"
+    first = f"{metrics['first']['top1']:.2%}"
+    trained = f"{metrics['trained']['top1']:.2%}" if "trained" in metrics else "non-finite values"
+    accuracies = f"held-out images: first {first}, after {metrics['steps']} steps {trained}"
+    yield f"final model: the {metrics['final']} one ({accuracies})"
 
 
-def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
+def find_better_step(run: Training, metrics: dict[str, Any]) -> dict[str, Any]:
     """The best validation, if the final weights are worse by more than two standard errors."""
-    val, progress = numbers.get("val", {}), run.progress
+    val, progress = metrics.get("val", {}), run.progress
     if "top1" not in val or run.config.patience or progress.best_step is None:
         return {}
     standard_error = math.sqrt(val["top1"] * (1 - val["top1"]) / val["images"])
@@ -99,22 +99,22 @@ def find_better_step(run: Training, numbers: dict[str, Any]) -> dict[str, Any]:
 
 def evaluate_splits(run: Training, model: ViT | ResNet, splits: Splits) -> tuple[dict[str, Any], list[Sample]]:
     """Metrics of each split; a card and samples of the test images, or of the validation images without these."""
-    numbers: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     samples: list[Sample] = []
     predictor = make_predictor(run.config, model, run.world.device, run.folder.path)
     test = open_evaluation_set(run.config, splits.test, run.world) if splits.test else None
-    for name, prepared in (("val", run.validation), ("test", test)):
-        if not prepared:
+    for name, evaluation_set in (("val", run.validation), ("test", test)):
+        if not evaluation_set:
             continue
-        result = classify(predictor, prepared)
-        numbers[name] = result.summary()
+        result = classify(predictor, evaluation_set)
+        metrics[name] = result.summary()
         if run.world.is_main:
-            labels = align(prepared.source, predictor.classes, prepared.source.classes)
+            labels = align(evaluation_set.source, predictor.classes, evaluation_set.source.classes)
             samples = choose_samples(labels, result)
             card = make_card(predictor, labels, result, run.world)
             card.model["steps"] = run.progress.step  # status.json is written later
             write_card(card, run.folder.path, labels, result)
-    return numbers, samples
+    return metrics, samples
 
 
 def make_predictor(config: Config, model: ViT | ResNet, device: str, folder: Path) -> Predictor:

@@ -23,7 +23,7 @@ from plainvit.evaluate.classify import classify
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.probe import search_logistic
 from plainvit.evaluate.statistics import describe_accuracy
-from plainvit.runtime.display import Display, print_line, readable, show_activity
+from plainvit.runtime.display import Display, format_duration, print_line, show_activity
 from plainvit.runtime.folder import check_metrics
 from plainvit.runtime.parallel import release_gathered, shard_like
 from plainvit.train.finalize import FIRST, FIRST_RESULTS, copy_model, make_predictor, open_evaluation_set
@@ -34,8 +34,8 @@ from plainvit.weights import load, save
 if TYPE_CHECKING:
     from plainvit.train.state import Training
 
-MOST_TIME = 1 / 3  # of --hours, for the features
-MOST_WORK = 3e8  # images x features x classes of the regression: seconds to a minute
+MAX_TIME = 1 / 3  # of --hours, for the features
+MAX_WORK = 3e8  # images x features x classes of the regression: seconds to a minute
 L2 = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # of the mean loss; the middle one where nothing can be chosen
 
 
@@ -79,7 +79,7 @@ def make_first(run: "Training", train: Source) -> dict[str, Any]:
 
 
 def describe_first(results: dict[str, Any]) -> str:
-    when = f"after {readable(results['seconds'])}"
+    when = f"after {format_duration(results['seconds'])}"
     if "top1" not in results:
         return f"first model saved {when}; no images are held out to evaluate it (--holdout 0.15)"
     accuracy = describe_accuracy(round(results["top1"] * results["images"]), results["images"])[0]
@@ -87,34 +87,34 @@ def describe_first(results: dict[str, Any]) -> str:
 
 
 def choose_images(run: "Training", train: Source, predictor: Predictor) -> Source:
-    """All training images, or as many of each class as fit into MOST_TIME."""
+    """All training images, or as many of each class as fit into MAX_TIME."""
     batch = torch.zeros(8, 3, *predictor.size, dtype=torch.uint8)
     width = predictor.features(batch).shape[1]  # also warms up
     started = time.perf_counter()
     predictor.features(batch).sum().item()  # waits for the device
     seconds = average_over_processes(run, (time.perf_counter() - started,))[0] / (len(batch) * run.world.size)
-    most = MOST_WORK / (width * len(train.classes))
+    max_images = MAX_WORK / (width * len(train.classes))
     if run.config.hours:
-        most = min(most, run.config.hours * 3600 * MOST_TIME / seconds)
-    return take_fraction(train, most / len(train)) if most < len(train) else train
+        max_images = min(max_images, run.config.hours * 3600 * MAX_TIME / seconds)
+    return take_fraction(train, max_images / len(train)) if max_images < len(train) else train
 
 
 def extract_features(run: "Training", source: Source, predictor: Predictor) -> tuple[Tensor, Tensor]:
     """Features [N, D] and labels [N] of all readable images, in the same order for any number of processes."""
     world = run.world
-    prepared = open_evaluation_set(run.config, source, world, keep=False)
+    evaluation_set = open_evaluation_set(run.config, source, world, keep=False)
     rows: list[Tensor] = []
     index: list[Tensor] = []
     with Display("features", len(source), quiet=run.quiet) as display:
-        for batch in prepared.batches():
+        for batch in evaluation_set.batches():
             unreadable = [position for position, _ in batch.bad]
             is_readable = torch.from_numpy(~np.isin(batch.index, unreadable))
             rows.append(predictor.features(batch.images)[is_readable.to(world.device)])
             index.append(torch.from_numpy(batch.index)[is_readable])
             display.advance(min(display.done + len(batch.index) * world.size, len(source)), "images")
-        width = rows[0].shape[1] if rows else predictor.features(torch.zeros(1, 3, *prepared.size)).shape[1]
-        for _ in range(prepared.rounds - len(rows)):  # sharded models need equally many forward passes in all
-            predictor.features(torch.zeros(1, 3, *prepared.size))
+        width = rows[0].shape[1] if rows else predictor.features(torch.zeros(1, 3, *evaluation_set.size)).shape[1]
+        for _ in range(evaluation_set.rounds - len(rows)):  # sharded models need equally many forward passes in all
+            predictor.features(torch.zeros(1, 3, *evaluation_set.size))
     empty = torch.zeros(0, width, device=world.device)
     features = world.gather_rows(torch.cat([empty, *rows])).cpu()
     positions = world.gather_rows(torch.cat([torch.zeros(0, dtype=torch.long), *index]).to(world.device)).cpu()

@@ -152,12 +152,12 @@ def patch_moments(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate_masked(objective: PredictPatches, prepared: EvaluationSet) -> dict[str, float]:
+def evaluate_masked(objective: PredictPatches, evaluation_set: EvaluationSet) -> dict[str, float]:
     """The loss, and for target color the accuracy, over all held-out images, split over the processes."""
-    world = prepared.world
+    world = evaluation_set.world
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, correct, images, unreadable
     with eval_mode(objective):
-        for batch in prepared.batches():
+        for batch in evaluation_set.batches():
             good = ~np.isin(batch.index, [index for index, _ in batch.bad])
             images = batch.images[torch.from_numpy(good).to(batch.images.device)]
             count = len(images)
@@ -168,7 +168,7 @@ def evaluate_masked(objective: PredictPatches, prepared: EvaluationSet) -> dict[
                 sums[:3] += torch.stack((loss * count, correct, torch.full_like(loss, count))).double()
     loss, correct, images, unreadable = world.sum(sums).tolist()
     if not images:
-        raise DataError(f"no image of the {prepared.source.split} split can be read")
+        raise DataError(f"no image of the {evaluation_set.source.split} split can be read")
     if not math.isfinite(loss):
         raise NonFiniteError(f"the loss on {int(images):,} held-out images is {loss:g}: lower --optim.lr")
     accuracy = {} if math.isnan(correct) else {"accuracy": correct / images}
@@ -176,26 +176,26 @@ def evaluate_masked(objective: PredictPatches, prepared: EvaluationSet) -> dict[
 
 
 def validate_masked(
-    objective: PredictPatches, prepared: EvaluationSet, folder: "Folder", step: int
+    objective: PredictPatches, evaluation_set: EvaluationSet, folder: "Folder", step: int
 ) -> dict[str, float]:
     """The metrics of a validation during training; also draws figures/."""
-    metrics = evaluate_masked(objective, prepared)
-    if prepared.world.is_main and folder.writes:
-        draw_predictions(objective, prepared, folder.path, step)
+    metrics = evaluate_masked(objective, evaluation_set)
+    if evaluation_set.world.is_main and folder.writes:
+        draw_predictions(objective, evaluation_set, folder.path, step)
     return {name: value for name, value in metrics.items() if name in ("loss", "accuracy")}
 
 
 @torch.no_grad()
-def draw_predictions(objective: PredictPatches, prepared: EvaluationSet, folder: Path, step: int) -> None:
+def draw_predictions(objective: PredictPatches, evaluation_set: EvaluationSet, folder: Path, step: int) -> None:
     """Draws a few held-out images, evenly spaced and always the same."""
     preprocess: Preprocess = objective.model.about.preprocess
     images, index = [], []
-    for position in np.unique(np.linspace(0, len(prepared.source) - 1, SHOWN).astype(int)).tolist():
+    for position in np.unique(np.linspace(0, len(evaluation_set.source) - 1, SHOWN).astype(int)).tolist():
         with contextlib.suppress(ImageError, OSError):
-            images.append(preprocess_image(prepared.source.read(position), preprocess, prepared.size))
+            images.append(preprocess_image(evaluation_set.source.read(position), preprocess, evaluation_set.size))
             index.append(position)
     if images:
-        batch = torch.stack(images).to(prepared.world.device)
+        batch = torch.stack(images).to(evaluation_set.world.device)
         with eval_mode(objective), autocast(objective.config, batch.device):
             shown = objective.show(objective.make_held_out_inputs(batch, np.array(index)))
         draw_masked(folder, step, [part.cpu().numpy() for part in shown])

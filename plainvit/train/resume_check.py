@@ -1,12 +1,14 @@
 """Whether a run folder can be resumed with a config: what changed, what is finished, what is damaged."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from plainvit.config import Config, differences, from_json
 from plainvit.data.decode import DataError
 from plainvit.data.splits import Splits
 from plainvit.runtime.folder import Folder
-from plainvit.train.transfer import hash_init
+from plainvit.train.transfer import FREE, hash_init
 from plainvit.weights.files import open_file
 
 SHOWN = 3  # changed settings in an error
@@ -20,7 +22,7 @@ def check_resumable(config: Config, splits: Splits, folder: Folder, *, force: bo
     old = from_json(stored, ("run",))
     is_finished = config.steps <= old.steps and has_results(folder, bare)
     check_config(config, old, folder, force=force, is_finished=is_finished)
-    check_inputs(config, splits, folder, force=force)
+    check_inputs(config, splits, folder, force=force, is_finished=is_finished)
     return is_finished
 
 
@@ -42,27 +44,50 @@ def has_valid_checksum(path: Path) -> bool:
 
 def check_config(config: Config, old: Config, folder: Folder, *, force: bool, is_finished: bool) -> None:
     changed = {name: both for name, both in differences(old, config).items() if name not in Config.OPERATIONAL}
+    has_checkpoint = any((folder.path / "checkpoints").glob("step-*"))
+    fixed = {name: both for name, both in changed.items() if has_checkpoint and changes_tensors(name, *both)}
     if not changed:
         return
-    shown = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
-    changes = ", ".join(shown[:SHOWN])
-    if len(shown) > SHOWN:
-        changes += f" and {len(shown) - SHOWN} more"
-    if not force:
-        raise ValueError(
-            f"{folder.path} holds a run with another config ({changes}): use another --out, or --force to change it"
-        )
     if is_finished:
-        raise ValueError(f"{folder.path} is finished, with another config ({changes}): give another --out")
+        problem, fix = f"a finished run with another config ({describe(changed)})", "use another --out"
+    elif any(name.startswith("model.") for name in fixed):
+        problem, fix = f"a run of another model ({describe(fixed)})", "use another --out"
+    elif fixed:
+        problem, fix = f"a run that cannot continue with this config ({describe(fixed)})", "use another --out"
+    elif not force:
+        problem = f"a run with another config ({describe(changed)})"
+        fix = "use another --out, or --force to resume it with the new config"
+    else:
+        return
+    raise ValueError(f"{folder.path} holds {problem}: {fix}")
 
 
-def check_inputs(config: Config, splits: Splits, folder: Folder, *, force: bool) -> None:
+def changes_tensors(name: str, before: Any, after: Any) -> bool:
+    """Whether a setting decides which tensors a checkpoint has, so that those from before the change do not fit."""
+    if name.startswith("model."):
+        return name.removeprefix("model.") not in FREE
+    if name in ("ema", "ema_window"):  # 0: no averaged weights
+        return bool(before) != bool(after)
+    if name == "optim.name":  # AdamW and LAMB keep the same state
+        return {before, after} != {"adamw", "lamb"}
+    return name in ("objective", "optim.frozen", "masked.target", "masked.depth", "masked.width", "masked.heads")
+
+
+def describe(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Such as "optim.lr 0.001 -> 0.01 and 2 more"."""
+    shown = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
+    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    return ", ".join(shown[:SHOWN]) + more
+
+
+def check_inputs(config: Config, splits: Splits, folder: Folder, *, force: bool, is_finished: bool) -> None:
     """The weights that the run started from, and its images and classes."""
     data = folder.read("data.json")
     if force or not data:
         return
+    fix = "use another --out" if is_finished else "use another --out, or --force to resume"
     if "init" in data and data["init"] != hash_init(config):
-        raise ValueError(f"{config.init} changed since {folder.path} started from it: give --force to resume")
+        raise ValueError(f"{config.init} changed since {folder.path} started from it: {fix}")
     if {key: data[key] for key in data if key not in ("init", "loading")} != splits.description:
         what = "classes" if data.get("classes") != list(splits.classes) else "images"
-        raise DataError(f"the {what} of {config.data} changed since {folder.path} started: give --force to resume")
+        raise DataError(f"the {what} of {config.data} changed since {folder.path} started: {fix}")

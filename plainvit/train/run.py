@@ -1,6 +1,6 @@
 """One run from start to end, in a run folder.
 
-    result = plainvit.fit(plainvit.recipe("digits"))        result.folder, result.numbers["test"]["top1"]
+    result = plainvit.fit(plainvit.recipe("digits"))        result.folder, result.metrics["test"]["top1"]
     plainvit train digits
 
 The same call again resumes an unfinished run, and does nothing for a finished one. `resume_check.py` decides which of
@@ -24,7 +24,7 @@ from plainvit.errors import exit_code, first_line
 from plainvit.models import ResNet, ViT
 from plainvit.names import SIZES
 from plainvit.recipes import list_recipes, recipe
-from plainvit.runtime.display import print_line, readable, show_activity
+from plainvit.runtime.display import format_duration, print_line, show_activity
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
 from plainvit.runtime.folder import Folder, describe_changes, environment, read_results
 from plainvit.train.finalize import finalize
@@ -45,11 +45,11 @@ log = logging.getLogger("plainvit")
 
 
 @dataclass
-class Fitted:
+class TrainingResult:
     """The result of a run: its folder, the metrics of each split, and the model."""
 
     folder: Path
-    numbers: dict[str, Any]
+    metrics: dict[str, Any]
     model: ViT | ResNet
 
 
@@ -70,7 +70,7 @@ def fit(
     search: bool = False,
     quiet: bool = False,
     bare: bool = False,
-) -> Fitted:
+) -> TrainingResult:
     """Trains a model.
 
     Args:
@@ -96,10 +96,10 @@ def fit(
             path = Path(out) if out else Path("runs") / default_name(config)
             with world.run_on_all_ranks(lambda: Folder(path, writes=world.is_main)) as folder:
                 if search:
-                    config = search_in(world, folder, config, options)
-                fitted = run_in(world, folder, config, splits, options)
+                    config = search_learning_rate(world, folder, config, options)
+                result = train_in_folder(world, folder, config, splits, options)
             world.barrier()  # nobody leaves while another process still works
-            return fitted
+            return result
     except LostError:
         wait_for_agent()
         raise
@@ -136,17 +136,17 @@ def default_name(config: Config) -> str:
     return f"{Path(config.recipe or 'run').name.replace(':', '-')}-{digest}"
 
 
-def search_in(world: World, folder: Folder, config: Config, options: Options) -> Config:
+def search_learning_rate(world: World, folder: Folder, config: Config, options: Options) -> Config:
     """The config with the best rate; each rate is a run of its own below the folder."""
 
     def try_rate(rate_config: Config, splits: Splits, lr: float) -> dict[str, Any]:
         with Folder(folder.path / "search" / f"lr-{lr:g}", writes=world.is_main) as inner:
-            return run_in(world, inner, rate_config, splits, options).numbers["val"]
+            return train_in_folder(world, inner, rate_config, splits, options).metrics["val"]
 
     return search_rates(config, try_rate)
 
 
-def run_in(world: World, folder: Folder, config: Config, splits: Splits, options: Options) -> Fitted:
+def train_in_folder(world: World, folder: Folder, config: Config, splits: Splits, options: Options) -> TrainingResult:
     """The run itself. However it ends, status.json says so; what is invalid at the start leaves nothing behind."""
     is_finished = world.run_on_all_ranks(
         lambda: check_resumable(config, splits, folder, force=options.force, bare=options.bare)
@@ -154,7 +154,7 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
     world.barrier()  # all have read the folder before the main process writes into it
     if is_finished:
         log.warning("%s is finished: nothing to do", folder.path)
-        return Fitted(folder.path, read_results(folder.path), load(folder.path / "model.safetensors"))
+        return TrainingResult(folder.path, read_results(folder.path), load(folder.path / "model.safetensors"))
     is_quiet = options.quiet or not world.is_main
     with show_activity("loading the model and the images", quiet=is_quiet):
         run = world.run_on_all_ranks(
@@ -171,12 +171,12 @@ def run_in(world: World, folder: Folder, config: Config, splits: Splits, options
     try:
         with closing(run.tracker), raise_lost_peer(world), raise_on_termination(), explain_out_of_memory(run):
             first = train_timed(run, splits)
-            model, numbers = finalize(run, splits, first, report=not options.bare)
+            model, metrics = finalize(run, splits, first, report=not options.bare)
     except BaseException as error:
         with handle_signals(lambda *_: None, signal.SIGINT, signal.SIGTERM):  # the run ends anyway
             write_end(run, error, report=not options.bare)
         raise
-    return Fitted(folder.path, numbers, model)
+    return TrainingResult(folder.path, metrics, model)
 
 
 def describe_plan(config: Config, splits: Splits) -> str:
@@ -185,7 +185,7 @@ def describe_plan(config: Config, splits: Splits) -> str:
     held_out = f"{len(splits.val):,}" if splits.val else "none"
     images = f"{len(splits.train):,} training images in {len(splits.classes)} classes, {held_out} held out"
     size = " x ".join(map(str, dict.fromkeys(config.model.image_size)))
-    limit = f", at most {readable(3600 * config.hours)} (--hours {config.hours:g})" if config.hours else ""
+    limit = f", at most {format_duration(3600 * config.hours)} (--hours {config.hours:g})" if config.hours else ""
     return f"{images}; {name_model(config.model)} at {size} px; {config.steps:,} steps of {config.batch}{limit}"
 
 

@@ -20,7 +20,7 @@ from plainvit.planning.devices import H200
 from plainvit.planning.plan import describe_step
 from plainvit.planning.step_time import EAGER, step_seconds
 from plainvit.runtime.checkpoint import Checkpoints
-from plainvit.runtime.display import print_line, readable
+from plainvit.runtime.display import format_duration, print_line
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import Folder
 from plainvit.runtime.parallel import replicate, shard
@@ -198,8 +198,8 @@ def choose_compile(config: Config, device: str, processes: int = 1) -> tuple[boo
     saved = steps * seconds * (gain - 1)
     if saved > COMPILE_SECONDS:
         return True, ""
-    note = f"not compiled: {steps:,.0f} steps would save about {readable(saved)}"
-    return False, f"{note}, compiling takes about {readable(COMPILE_SECONDS)} (--compile on compiles anyway)"
+    note = f"not compiled: {steps:,.0f} steps would save about {format_duration(saved)}"
+    return False, f"{note}, compiling takes about {format_duration(COMPILE_SECONDS)} (--compile on compiles anyway)"
 
 
 def choose_compiler_options(config: Config) -> dict[str, Any] | None:

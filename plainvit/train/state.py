@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from plainvit.train.objectives import Classify
     from plainvit.train.optim import Average, Optimizers
 
-LEAST_INTERVAL = 5  # steps between evaluations in a run that --hours shortened
+MIN_INTERVAL = 5  # steps between evaluations in a run that --hours shortened
 
 
 @dataclass
@@ -74,8 +74,8 @@ class Training:
     @property
     def evaluation_interval(self) -> int:
         """Steps between evaluations, which should take little of a run that --hours shortened."""
-        least = 1 if self.progress.length is None else LEAST_INTERVAL
-        return max(math.ceil(self.steps / self.config.evaluations), least)
+        minimum = 1 if self.progress.length is None else MIN_INTERVAL
+        return max(math.ceil(self.steps / self.config.evaluations), minimum)
 
     def cast(self) -> AbstractContextManager:
         return autocast(self.config, self.loader.device)
@@ -117,10 +117,8 @@ class Training:
             self.optimizers.load(select(tensors, "optimizer."), updates=progress.step - progress.skipped)
         except (KeyError, TypeError, ValueError) as error:
             path = self.checkpoints.folder / f"step-{state['step']:08d}"
-            message = (
-                f"the checkpoint {path} does not match this run: {error}: delete this checkpoint, or use another --out"
-            )
-            raise ValueError(message) from error
+            problem = f"the checkpoint {path} does not match this run ({error})"
+            raise ValueError(f"{problem}: delete it to resume from an earlier one, or use another --out") from error
         self.progress = progress
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from plainvit.train.state import Training
 
 EARLY_STEPS = (2, 4, 8, 16)  # since the start, at which the length is fitted too; the first only starts the clock
-LEAST_CHANGE = 0.1  # of the length: a run is lengthened by at least this, and smaller changes are not printed
+MIN_CHANGE = 0.1  # a run is lengthened by at least this fraction; a smaller first change is not printed
+MIN_PRINTED_CHANGE = 0.2  # the fraction by which a length differs from the printed one before it is printed again
 USEFUL_STEPS = 50  # fewer hardly change a model: the run says so
 
 
@@ -26,6 +27,8 @@ class TimeBudget:
         self.deadline = time.monotonic() + 3600 * run.config.hours - run.seconds
         self.last_look: tuple[int, float] | None = None  # (step, time); None: compilation would count as steps
         self.pace: float | None = None  # seconds per step with its part of the evaluations
+        self.printed: int | None = None  # the length that was printed last
+        self.has_warned = False
 
     def is_early(self) -> bool:
         return self.run.progress.step - self.first in EARLY_STEPS
@@ -48,17 +51,32 @@ class TimeBudget:
         self.pace = pace if self.pace is None or self.is_early() else (self.pace + pace) / 2
         steps = min(step + max(int(left / self.pace), 0), run.config.steps)
         change = steps / run.steps - 1
-        if change == 0 or (0 < change < LEAST_CHANGE and steps < run.config.steps):
+        if change == 0 or (0 < change < MIN_CHANGE and steps < run.config.steps):
             return
-        if abs(change) >= LEAST_CHANGE:
-            message = (
-                f"--hours {run.config.hours:g} allows {steps} steps instead of {run.steps}, {self.pace:.2g} s each"
-            )
-            if steps < min(USEFUL_STEPS, run.config.steps):
-                message += ", too few to learn much"
+        message = self.describe_change(steps)
+        if message:
             display.print_line(message)
         run.set_length(steps)
         display.total = steps
+
+    def describe_change(self, steps: int) -> str:
+        """The line for a new length; "" if it is close to the printed one, or if the run has only begun to be timed."""
+        run, name = self.run, f"--hours {self.run.config.hours:g}"
+        if self.printed is None:
+            is_large = abs(steps / run.steps - 1) >= MIN_CHANGE
+            message = f"{name} allows {steps:,} steps instead of {run.steps:,}, {self.pace:.2g} s each"
+        else:
+            is_timed = run.progress.step - self.first >= EARLY_STEPS[-1]
+            is_large = is_timed and abs(steps / self.printed - 1) > MIN_PRINTED_CHANGE
+            message = f"{name}: now {steps:,} steps, {self.pace:.2g} s each"
+        if not is_large:
+            return ""
+        self.printed = steps
+        # With a linear head the first model is usable already
+        if steps < min(USEFUL_STEPS, run.config.steps) and run.config.head != "linear" and not self.has_warned:
+            self.has_warned = True
+            message += ", too few to learn much"
+        return message
 
 
 def average_over_processes(run: "Training", seconds: tuple[float, ...]) -> list[float]:

@@ -13,7 +13,7 @@ from torch import nn
 from plainvit.config import About, Config, Model, Preprocess, ViTConfig, count_steps, differences, pair
 from plainvit.data.decode import DataError
 from plainvit.data.splits import Splits
-from plainvit.device import choose_device, cpu_bf16_refused, measure_cpu
+from plainvit.device import choose_device, is_cpu_bf16_unsafe, measure_cpu
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.masked import check_maskable
 from plainvit.recipes import list_recipes, recipe
@@ -107,7 +107,7 @@ def prefers_bf16(config: Config, model: Model) -> bool:
     is_wide = isinstance(model, ViTConfig) and model.width >= BF16_WIDTH
     if config.precision != "auto" or not is_wide or not is_finetuned_on_cpu(config):
         return False
-    return not cpu_bf16_refused() and measure_cpu().prefers_bf16
+    return not is_cpu_bf16_unsafe() and measure_cpu().prefers_bf16
 
 
 def check_augmentation(config: Config, model: Model) -> None:

@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +25,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plainvit.disk import read_json
+from plainvit.errors import first_line
 
-SHARD_INDEX, TORCH_SHARD_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+SAFE_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # of shards
 SAFE_NAMES = ("model.safetensors", "open_clip_model.safetensors")
 TORCH_NAMES = ("pytorch_model.bin", "open_clip_pytorch_model.bin", "model.pth")
+# Keys under which training scripts save a state dict; averaged weights first, since these are evaluated
+WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "student")
 MAX_WRAPPERS = 4
 UNPACK_MARGIN = 256 * 2**20  # an archive may unpack to twice its size plus this many bytes
 CHECKSUM = "plainvit_sha256"  # metadata entry of the safetensors files that plainvit writes
+# safetensors' names of dtypes; the ones that are no floats are rejected later, with the name of the weight
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 
 
 class DamagedError(ValueError):
@@ -65,25 +72,34 @@ class Tensors:
         """Compares the content with the checksum in the file, if it has one."""
 
 
+class Location(NamedTuple):
+    """The bytes of a tensor in a safetensors file."""
+
+    path: Path
+    dtype: str
+    start: int
+    end: int
+
+
 class SafetensorsFiles(Tensors):
     """One safetensors file, or the shards of one model."""
 
     def __init__(self, paths: list[Path]) -> None:
         super().__init__(paths[0])
-        self._locations: dict[str, Any] = {}
+        self._locations: dict[str, Location] = {}
         for path in paths:
             try:
                 opened = safe_open(path, framework="pt")
                 self.metadata |= opened.metadata() or {}
-                for name, entry in _safetensors_header(path).items():
+                for name, location in _locate_tensors(path).items():
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
-                    self._locations[name] = path, entry
+                    self._locations[name] = location
             except (SafetensorError, OSError, ValueError, OverflowError) as error:
                 raise DamagedError(f"{path} is damaged ({error}): download or copy it again") from error
 
     def read(self, name: str) -> Tensor:
         """Reads with file I/O instead of safetensors' mmap, which would keep a second copy in memory."""
-        path, (dtype_name, start, end) = self._locations[name]
+        path, dtype_name, start, end = self._locations[name]
         if dtype_name not in DTYPES:
             raise ValueError(f"{name!r} has dtype {dtype_name}: weights must be floats")
         data = bytearray(end - start)
@@ -98,11 +114,12 @@ class SafetensorsFiles(Tensors):
         stored = self.metadata.get(CHECKSUM)
         if stored is None:
             return
+        names, locations = list(self._locations), list(self._locations.values())
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:  # hashing releases the GIL
-            digests = list(pool.map(lambda where: hash_range(where[0], *where[1][1:]), self._locations.values()))
+            digests = pool.map(lambda location: hash_range(location.path, location.start, location.end), locations)
         entries = {
-            name: (kind, self.shapes[name], digest)
-            for (name, (_, (kind, _, _))), digest in zip(self._locations.items(), digests, strict=True)
+            name: (location.dtype, self.shapes[name], digest)
+            for name, location, digest in zip(names, locations, digests, strict=True)
         }
         if hash_content(self.metadata, entries) != stored:
             raise DamagedError(
@@ -131,23 +148,17 @@ def hash_range(path: Path, start: int, end: int) -> str:
     return digest.hexdigest()
 
 
-# safetensors' names of dtypes; the ones that are no floats are rejected later, with the name of the weight
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
-DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
-
-
-def _safetensors_header(path: Path) -> dict[str, tuple[str, int, int]]:
-    """{name: (dtype, start, end)}; safe_open has checked the header before."""
+def _locate_tensors(path: Path) -> dict[str, Location]:
+    """{name: where it is} in a safetensors file, whose header safe_open has checked before."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    base = 8 + length
-    return {
-        name: (entry["dtype"], base + entry["data_offsets"][0], base + entry["data_offsets"][1])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    header.pop("__metadata__", None)
+    locations: dict[str, Location] = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]  # counted from the end of the header
+        locations[name] = Location(path, entry["dtype"], 8 + length + start, 8 + length + end)
+    return locations
 
 
 class NpzFile(Tensors):
@@ -198,36 +209,15 @@ class NpzFile(Tensors):
         return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)))
 
 
-class TorchFile(Tensors):
-    """A PyTorch file with a state dict, possibly nested in a training checkpoint."""
+class TorchFiles(Tensors):
+    """One PyTorch file with a state dict, possibly nested in a training checkpoint, or the shards of one model."""
 
-    # Keys under which training scripts save a state dict; averaged weights first, since these are evaluated
-    WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "student")
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        with _report_damage(path, "PyTorch file"):
-            loaded = _load_torch(path)
-        self.wrapper = ""
-        for _ in range(MAX_WRAPPERS):
-            if not isinstance(loaded, Mapping):
-                break
-            inside = next((key for key in self.WRAPPERS if isinstance(loaded.get(key), Mapping)), None)
-            if inside is None and any(isinstance(value, Tensor) for value in loaded.values()):
-                break
-            if inside is None:
-                keys = ", ".join(map(repr, list(loaded)[:5]))
-                raise ValueError(f"{path} has no state dict: its entries are {keys}")
-            self.wrapper, loaded = inside, loaded[inside]
-        if not isinstance(loaded, Mapping) or not any(isinstance(value, Tensor) for value in loaded.values()):
-            raise ValueError(f"{path} is a {type(loaded).__name__}, not a state dict")
-        self._tensors = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
-        tensors = self._tensors.values()
-        if any(x.layout is not torch.strided or x.device.type != "cpu" or x.is_quantized for x in tensors):
-            raise ValueError(f"{path} has sparse, quantized or meta tensors: save it with dense ones")
-        size = sum(x.numel() * x.element_size() for x in tensors)
-        if size > 2 * path.stat().st_size:
-            raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file has: do not trust it")
+    def __init__(self, paths: list[Path]) -> None:
+        super().__init__(paths[0])
+        self._tensors: dict[str, Tensor] = {}
+        for path in paths:
+            self.wrapper, tensors = _read_state_dict(path)
+            self._tensors |= tensors
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
@@ -235,14 +225,6 @@ class TorchFile(Tensors):
 
     def pop(self, name: str) -> Tensor:
         return self._tensors.pop(name)
-
-    @staticmethod
-    def merge(shards: "list[TorchFile]") -> "TorchFile":
-        merged = shards[0]
-        for shard in shards[1:]:
-            merged._tensors |= shard._tensors
-            merged.shapes |= shard.shapes
-        return merged
 
 
 class RenamedTensors(Tensors):
@@ -252,7 +234,10 @@ class RenamedTensors(Tensors):
         super().__init__(tensors.path)
         self._tensors, self._names, self.metadata = tensors, names, tensors.metadata
         self.wrapper = tensors.wrapper
-        self.shapes = {new: tensors.shapes[old][layer is not None :] for new, (old, layer) in names.items()}
+        self.shapes = {
+            new: tensors.shapes[old] if layer is None else tensors.shapes[old][1:]
+            for new, (old, layer) in names.items()
+        }
 
     def read(self, name: str) -> Tensor:
         old, layer = self._names[name]
@@ -265,6 +250,35 @@ class RenamedTensors(Tensors):
 
     def check(self) -> None:
         self._tensors.check()
+
+
+def _read_state_dict(path: Path) -> tuple[str, dict[str, Tensor]]:
+    """(wrapper, dense tensors) of a PyTorch file."""
+    with _report_damage(path, "PyTorch file"):
+        loaded = _load_torch(path)
+    wrapper, state = _unwrap(loaded)
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        entries = ", ".join(repr(key) for key in list(state)[:5]) or f"a {type(loaded).__name__}"
+        raise ValueError(f"{path} has no state dict: it holds {entries}")
+    for tensor in tensors.values():
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            raise ValueError(f"{path} has sparse, quantized or meta tensors: save it with dense ones")
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if size > 2 * path.stat().st_size:
+        raise ValueError(f"{path} claims {size:,} bytes of weights, more than the file has: do not trust it")
+    return wrapper, tensors
+
+
+def _unwrap(loaded: object) -> tuple[str, Mapping[Any, Any]]:
+    """(key, state dict) of a training checkpoint; the key is "" if the state dict is not inside another."""
+    key, state = "", loaded if isinstance(loaded, Mapping) else {}
+    for _ in range(MAX_WRAPPERS):
+        keys = [wrapper for wrapper in WRAPPERS if isinstance(state.get(wrapper), Mapping)]
+        if not keys:
+            break
+        key, state = keys[0], state[keys[0]]
+    return key, state
 
 
 def _load_torch(path: Path) -> object:
@@ -293,8 +307,7 @@ def _report_damage(path: Path, kind: str) -> Iterator[None]:
     except UnsafePickleError:
         raise
     except Exception as error:  # hostile bytes raise anything: struct, zip, Unicode, recursion, memory errors
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DamagedError(f"{path} is not a valid {kind}: {reason}") from error
+        raise DamagedError(f"{path} is not a valid {kind}: {first_line(error)}") from error
 
 
 def open_file(path: Path) -> Tensors:
@@ -308,11 +321,11 @@ def open_file(path: Path) -> Tensors:
             names, total = archive.namelist(), sum(member.file_size for member in archive.infolist())
             if total > 2 * path.stat().st_size + UNPACK_MARGIN:
                 raise ValueError(f"it would unpack to {total:,} bytes, far more than its size")
-        return NpzFile(path) if any(name.endswith(".npy") for name in names) else TorchFile(path)
+        return NpzFile(path) if any(name.endswith(".npy") for name in names) else TorchFiles([path])
     if len(start) > 8 and start[8:9] == b"{":
         return SafetensorsFiles([path])
     if start[:1] == b"\x80":  # a pickle: PyTorch's format before 1.6
-        return TorchFile(path)
+        return TorchFiles([path])
     if not start:
         raise ValueError(f"{path} is empty")
     raise ValueError(f"{path} is neither safetensors nor .npz nor a PyTorch file: it starts with {start[:12]!r}")
@@ -323,8 +336,8 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
 
     A folder with both is read from the file, as transformers does: it leaves the index of older shards behind.
     """
-    if (folder / SHARD_INDEX).is_file() and not (folder / "model.safetensors").is_file():
-        return _open_shards(folder, SHARD_INDEX)
+    if (folder / SAFE_INDEX).is_file() and not (folder / "model.safetensors").is_file():
+        return _open_shards(folder / SAFE_INDEX)
     known = [folder / name for name in (SAFE_NAMES if safe_only else SAFE_NAMES + TORCH_NAMES)]
     candidates = [path for path in known if path.is_file()][:1]
     candidates = candidates or [path for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
@@ -335,32 +348,38 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
         )
     if candidates:
         return open_file(candidates[0])
-    if not safe_only and (folder / TORCH_SHARD_INDEX).is_file():
-        return _open_shards(folder, TORCH_SHARD_INDEX)
-    numbered = [path for path in folder.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdecimal()]
-    numbered.sort(key=lambda path: -int(path.name[11:]))  # of transformers' Trainer, newest first
-    checkpoints = [*numbered, *sorted(folder.glob("*.ckpt")), *sorted(folder.glob("checkpoints/*.ckpt"))]
-    if checkpoints:
-        newest = ", ".join(str(path.relative_to(folder)) for path in checkpoints[:3])
-        more = f" and {len(checkpoints) - 3} more" if len(checkpoints) > 3 else ""
-        raise ValueError(f"{folder} has checkpoints of a training run ({newest}{more}): use {checkpoints[0]}")
+    if (folder / TORCH_INDEX).is_file() and not safe_only:
+        return _open_shards(folder / TORCH_INDEX)
+    _check_checkpoints(folder)
     raise ValueError(
         f"{folder} has no weights: expected {' or '.join(path.name for path in known)}, or a .safetensors file"
     )
 
 
-def _open_shards(folder: Path, index: str) -> Tensors:
-    names = read_json(folder / index).get("weight_map")
-    names = names if isinstance(names, dict) else {}
-    shards = list(names.values())
+def _check_checkpoints(folder: Path) -> None:
+    """An error that names the newest if a folder has checkpoints of transformers' Trainer or Lightning."""
+    numbered = [path for path in folder.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdecimal()]
+    numbered.sort(key=lambda path: -int(path.name[11:]))
+    checkpoints = [*numbered, *sorted(folder.glob("*.ckpt")), *sorted(folder.glob("checkpoints/*.ckpt"))]
+    if checkpoints:
+        newest = ", ".join(str(path.relative_to(folder)) for path in checkpoints[:3])
+        more = f" and {len(checkpoints) - 3} more" if len(checkpoints) > 3 else ""
+        raise ValueError(f"{folder} has checkpoints of a training run ({newest}{more}): use {checkpoints[0]}")
+
+
+def _open_shards(index: Path) -> Tensors:
+    """Opens the shards that an index lists, which must have every weight that it lists."""
+    files = read_json(index).get("weight_map")
+    files = files if isinstance(files, dict) else {}
+    shards = list(files.values())
     if not shards or any(not isinstance(name, str) or Path(name).name != name for name in shards):
-        raise ValueError(f"{folder / index} is not a list of shards")
-    paths = [folder / name for name in sorted(set(shards))]
-    missing = next((path.name for path in paths if not path.is_file()), None)
-    if missing:
-        raise ValueError(f"{folder} lacks the shard {missing!r}")
-    tensors = SafetensorsFiles(paths) if index == SHARD_INDEX else TorchFile.merge([TorchFile(path) for path in paths])
-    lost = next((name for name in names if name not in tensors.shapes), None)
-    if lost is not None:
-        raise DamagedError(f"the shards in {folder} lack {lost!r}, which the index lists: download them again")
+        raise ValueError(f"{index} is not a list of shards")
+    for name in shards:
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index.parent} lacks the shard {name!r}")
+    paths = [index.parent / name for name in sorted(set(shards))]
+    tensors = SafetensorsFiles(paths) if index.name == SAFE_INDEX else TorchFiles(paths)
+    for name in files:
+        if name not in tensors.shapes:
+            raise DamagedError(f"the shards of {index} lack {name!r}, which it lists: download them again")
     return tensors

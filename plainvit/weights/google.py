@@ -8,11 +8,12 @@ all layers in one array, and puts everything under a prefix.
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 from plainvit.config import VIT_NUMERICS, Model, Preprocess, ResNetConfig, ViTConfig
 from plainvit.names import UNITS
 from plainvit.weights.files import RenamedTensors, Tensors
-from plainvit.weights.layout import DetectedModel, Layout, make_layout
+from plainvit.weights.layout import DetectedModel, Layout, Shapes, make_layout
 from plainvit.weights.shapes import Hints, read_bit, read_vit
 from plainvit.weights.supported import ANY, list_unlike, list_unlike_resnet
 
@@ -57,15 +58,15 @@ def _unstack(tensors: Tensors, prefix: str) -> Tensors:
 
 def _detect_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
     shapes = tensors.shapes
-    first = f"{prefix}Transformer/encoderblock_0/MultiHeadDotProductAttention_"
-    section = "big_vision" if any(name.startswith(f"{first}0/") for name in shapes) else "google"
+    first_block = f"{prefix}Transformer/encoderblock_0/"
+    is_big_vision = any(name.startswith(f"{first_block}MultiHeadDotProductAttention_0/") for name in shapes)
+    section = "big_vision" if is_big_vision else "google"
     layout = make_layout(section, shapes, prefix)
     positions = layout["positions.0.table"].names[0]
     if section == "google" and f"{prefix}Transformer/posembed_input/pos_embedding" not in shapes:
         raise ValueError(f"this Google file has no tensor {positions!r}: download it again, or check that it is a ViT")
-    has_pooling = any(name.startswith(f"{prefix}MAPHead_0/") for name in shapes)
-    pool = "token" if f"{prefix}cls" in shapes else "attention" if has_pooling else "average"
-    query = shapes.get(f"{first}{int(section == 'google')}/query/kernel", ())
+    attention = "MultiHeadDotProductAttention_0" if is_big_vision else "MultiHeadDotProductAttention_1"
+    query = shapes.get(f"{first_block}{attention}/query/kernel", ())
     settings, sources = read_vit(
         layout,
         shapes,
@@ -74,7 +75,8 @@ def _detect_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
         rows="none" if section == "big_vision" else "class",
         stem="google",
     )
-    settings["posemb"] = "1d" if settings["posemb"] == "1d" else "sincos2d"
+    if settings["posemb"] != "1d":
+        settings["posemb"] = "sincos2d"
     sources |= {"activation": f"{_CODE} (flax's gelu is the tanh form)", "norm_eps": f"{_CODE} (flax's default)"}
     sources |= {"mean": f"{_CODE}: pixels in [-1, 1]", "preprocess": f"{_CODE}: square resize, no antialias"}
     if settings["stem"]:
@@ -82,14 +84,21 @@ def _detect_vit(tensors: Tensors, prefix: str, hints: Hints) -> DetectedModel:
     if positions not in shapes:
         sources["posemb"] = "no table in the file: big_vision's fixed sin-cos positions"
     return DetectedModel(
-        family="big_vision" if section == "big_vision" else "Google",
-        config=ViTConfig(**settings | VIT_NUMERICS["google"], pool=pool),
+        family="big_vision" if is_big_vision else "Google",
+        config=ViTConfig(**settings | VIT_NUMERICS["google"], pool=_find_pool(shapes, prefix)),
         layout=layout,
         sources=sources,
         preprocess=Preprocess(resize="squash", interpolation="bilinear", antialias=False),
         # outside the prefix: optimizer state, counters, the text tower
         ignore=lambda name: bool(prefix) and not name.startswith(prefix),
     )
+
+
+def _find_pool(shapes: Shapes, prefix: str) -> Literal["token", "average", "attention"]:
+    if f"{prefix}cls" in shapes:
+        return "token"
+    has_attention = any(name.startswith(f"{prefix}MAPHead_0/") for name in shapes)
+    return "attention" if has_attention else "average"
 
 
 def _detect_bit(tensors: Tensors) -> tuple[DetectedModel, Tensors]:
@@ -100,7 +109,7 @@ def _detect_bit(tensors: Tensors) -> tuple[DetectedModel, Tensors]:
     tensors = RenamedTensors(tensors, dict(names))
     layout = make_layout("google BiT", tensors.shapes)
     sources = {
-        "standardise": f"{_CODE}: w / sqrt(var + 1e-10)",
+        "standardize": f"{_CODE}: w / sqrt(var + 1e-10)",
         "norm_eps": f"{_CODE}: 1e-5",
         "padding": f"{_CODE}: symmetric, zeros before the root's pooling",
         "mean": f"{_CODE}: pixels in [-1, 1]",

@@ -145,24 +145,35 @@ def make_layout(
     fields = {"{prefix}": prefix.replace("{", "{{").replace("}", "}}")}
     for name in ("block", "unit", "pool"):
         options = [_fill(option, fields) for option in rows.pop(name, "").split(" | ")]
-        used = [option for option in options if shapes and _starts_with(shapes, option.format(**FIRST))]
-        fields[f"{{{name}}}"] = (used or options)[0]
+        fields[f"{{{name}}}"] = _choose_start(options, shapes or {})
     layout: dict[str, Entry] = {}
     for ours, theirs in rows.items():
         options = [_parse(ours, _fill(option, fields)) for option in theirs.split(" | ")]
-        written = [entries for entries in options if any(part in _join(entries) for part in name_parts)]
-        written.sort(key=lambda entries: len(_join(entries)))
-        present = [entries for entries in options if shapes is not None and _is_present(entries, shapes)]
-        layout |= (present or written or options)[0]
+        layout |= _choose_entries(options, shapes or {}, name_parts)
     return layout
 
 
 def _fill(text: str, fields: Mapping[str, str]) -> str:
-    return functools.reduce(lambda filled, item: filled.replace(*item), fields.items(), text)
+    for field_name, value in fields.items():
+        text = text.replace(field_name, value)
+    return text
 
 
-def _starts_with(names: Iterable[str], start: str) -> bool:
-    return any(name.startswith(start) for name in names)
+def _choose_start(options: list[str], shapes: Shapes) -> str:
+    """The first of the options that names in a file start with; else the first of all."""
+    for option in options:
+        if any(name.startswith(option.format(**FIRST)) for name in shapes):
+            return option
+    return options[0]
+
+
+def _choose_entries(options: list[dict[str, Entry]], shapes: Shapes, name_parts: tuple[str, ...]) -> dict[str, Entry]:
+    """The first alternative that a file has; else the shortest with one of `name_parts`; else the first of all."""
+    for entries in options:
+        if _is_present(entries, shapes):
+            return entries
+    written = [entries for entries in options if any(part in _join(entries) for part in name_parts)]
+    return min(written, key=lambda entries: len(_join(entries)), default=options[0])
 
 
 def _parse(ours: str, theirs: str) -> dict[str, Entry]:
@@ -174,9 +185,10 @@ def _parse(ours: str, theirs: str) -> dict[str, Entry]:
     style = STYLES[how.strip()]
     if not text.endswith((".", "/")):
         return {ours: Entry(names, style.weight)}
-    leaves = zip(("weight", "bias"), style.leaves, (style.weight, style.bias), strict=True)
+    weight_leaf, bias_leaf = style.leaves
     return {
-        f"{ours}.{leaf}": Entry(tuple(name + their for name in names), conversion) for leaf, their, conversion in leaves
+        f"{ours}.weight": Entry(tuple(name + weight_leaf for name in names), style.weight),
+        f"{ours}.bias": Entry(tuple(name + bias_leaf for name in names), style.bias),
     }
 
 
@@ -209,15 +221,17 @@ _THIRD = re.compile(r"(.+)\[([012])/3\]$")
 
 def locate(layout: Layout, name: str) -> Entry | None:
     """The entry of one of our parameters with its indices filled in, or None if the format does not have it."""
-    numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
-    if "stages." in name:
-        pattern, values = re.sub(r"stages\.\d+\.\d+\.", "stages.{s}.{u}.", name), dict(zip("su", numbers, strict=False))
-    else:
-        pattern, values = re.sub(r"blocks\.\d+\.", "blocks.{i}.", name), {"i": numbers[0] if numbers else "0"}
+    fields: dict[str, int] = {}
+    pattern = name
+    if match := re.search(r"stages\.(\d+)\.(\d+)\.", name):
+        pattern = name.replace(match[0], "stages.{s}.{u}.")
+        stage, unit = int(match[1]), int(match[2])
+        fields = {"s": stage, "u": unit, "s1": stage + 1, "u1": unit + 1}  # some formats count from 1
+    elif match := re.search(r"blocks\.(\d+)\.", name):
+        pattern = name.replace(match[0], "blocks.{i}.")
+        fields = {"i": int(match[1])}
     if pattern not in layout:
         return None
-    fields = {key: int(value) for key, value in values.items()}
-    fields |= {f"{key}1": value + 1 for key, value in fields.items()}  # formats that count from 1
     return Entry(tuple(their.format(**fields) for their in layout[pattern].names), layout[pattern].conversion)
 
 
@@ -257,7 +271,7 @@ def build_model(detected: DetectedModel, tensors: Tensors, dtype: torch.dtype | 
         parts = [conversion.read(check_values(_read_part(tensors, their), their)) for their in entries[name].names]
         weights[name] = _merge_parts(parts, shapes[name], dtype)
         if any(part.dtype != weights[name].dtype for part in parts):
-            _check_range(weights[name], parts, ", ".join(entries[name].names))
+            _check_range(weights[name], ", ".join(entries[name].names))
     fill_buffers(model, "cpu")
     model.load_state_dict(weights, assign=True)
     return model.eval()
@@ -285,12 +299,11 @@ def _find_shape(shapes: Shapes, name: str) -> tuple[int, ...]:
 
 def _merge_thirds(out: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors to write, with thirds as one."""
-    merged: dict[str, Tensor] = {}
+    parts: dict[str, list[Tensor]] = {}
     for name in sorted(out):  # thirds in their order
         match = _THIRD.match(name)
-        old = merged.get(match[1]) if match else None
-        merged[match[1] if match else name] = out[name] if old is None else torch.cat((old, out[name]))
-    return merged
+        parts.setdefault(match[1] if match else name, []).append(out[name])
+    return {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
 
 
 def _merge_parts(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
@@ -306,15 +319,11 @@ def _merge_parts(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype
     return merged
 
 
-def _check_range(weight: Tensor, parts: list[Tensor], name: str) -> None:
+def _check_range(weight: Tensor, name: str) -> None:
     """Rejects values that became infinite when they were cast."""
-    if torch.isfinite(weight).all():
-        return
-    largest = max(part.abs().max().item() for part in parts)
-    dtype, limit = str(weight.dtype).removeprefix("torch."), torch.finfo(weight.dtype).max
-    raise ValueError(
-        f"{name} has a value of {largest:.4g}, above {dtype}'s limit of {limit:.4g}: load with another dtype"
-    )
+    if not torch.isfinite(weight).all():
+        limit = torch.finfo(weight.dtype).max
+        raise ValueError(f"{name} has values above {weight.dtype}'s limit of {limit:.4g}: load with another dtype")
 
 
 def check_values(tensor: Tensor, name: str) -> Tensor:

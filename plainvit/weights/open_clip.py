@@ -72,11 +72,13 @@ def detect(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any]) -> Detect
 
 def _check_config(vision: Mapping[str, Any], is_clipa: bool) -> None:
     """Rejects what open_clip computes differently without another weight."""
-    usual = {"no_ln_pre": is_clipa, "final_ln_after_pool": is_clipa, "pool_type": "avg" if is_clipa else "tok"}
-    usual |= dict.fromkeys(("norm_kwargs", "act_kwargs", "attentional_pool"))
+    if not vision:
+        return
+    usual: dict[str, Any] = {"no_ln_pre": is_clipa, "final_ln_after_pool": is_clipa}
+    usual |= {"pool_type": "avg" if is_clipa else "tok", "norm_kwargs": {}, "act_kwargs": {}, "attentional_pool": False}
     stated = {"pool_type": "tok"} | dict(vision)
-    for name, value in usual.items() if vision else ():
-        if (stated.get(name) or None) != (value or None):  # None, False and {} are the default
+    for name, value in usual.items():
+        if (stated.get(name) or None) != (value or None):  # None, False and {} are all the default
             raise unsupported_model(f"an open_clip tower with {name} {stated.get(name)!r}", CONFIG)
 
 

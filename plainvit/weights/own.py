@@ -17,6 +17,7 @@ import torch
 
 from plainvit.config import About, Model, Preprocess, from_json, to_json
 from plainvit.disk import read_json
+from plainvit.errors import first_line
 from plainvit.models import build
 from plainvit.weights import google, open_clip, timm, torchvision, transformers
 from plainvit.weights.files import DamagedError, Tensors, hash_range
@@ -87,8 +88,7 @@ def detect(tensors: Tensors, path: Path) -> DetectedModel:
         preprocess = Preprocess(**about["preprocess"])
         names = tuple(str(name) for name in about["class_names"])
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"the description in {path} is invalid: {reason}") from error
+        raise ValueError(f"the description in {path} is invalid: {first_line(error)}") from error
     notes = [f"its weights have the names and shapes of {format_}"] if format_ != "plainvit" else []
     detected = DetectedModel(str(about.get("family")), config, layout, sources, preprocess, names, notes=notes)
     detected.default = "the file's own description"

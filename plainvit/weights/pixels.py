@@ -72,7 +72,8 @@ def _describe_pixels(detected: DetectedModel) -> str:
     }
     if preprocess.resize == "squash":
         del values["crop"]
-    sources = {name: source for name in values if not (source := find_source(detected, name)).startswith(STATED)}
+    sources = {name: find_source(detected, name) for name in values}
+    sources = {name: source for name, source in sources.items() if not source.startswith(STATED)}
     if not sources:
         return ""
     settings = ", ".join(f"{name} {values[name]}" for name in sources)

@@ -148,7 +148,10 @@ def inspect_weights(
     tensors.metadata |= own.read_sidecar(tensors.path)
     is_described = "plainvit" in tensors.metadata
     try:
-        detected, tensors = (own.detect(tensors, path), tensors) if is_described else _detect(tensors, path, hints)
+        if is_described:
+            detected = own.detect(tensors, path)
+        else:
+            detected, tensors = _detect(tensors, path, hints)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # shapes and values of no format
         raise ValueError(f"{path} is not a valid model: {type(error).__name__}, {error}".replace("\n", " ")) from error
     check_size(detected.config, tensors)
@@ -196,18 +199,14 @@ def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
     Lightning saves `model.` or `net.`, compiled modules `model._orig_mod.`, next to the weights of a loss. A head next
     to a `backbone.` belongs to it, as open_clip's projection does to a tower of timm.
     """
-    prefixes = {
-        _find_prefix(name, anchor) for anchor in ANCHORS for name in tensors.shapes if f".{name}".endswith(f".{anchor}")
-    }
-    outer = sorted(p for p in prefixes if not any(p != other and p.startswith(other) for other in prefixes))
-    if not outer or outer == [""]:
+    prefixes = _list_prefixes(tensors)
+    if prefixes in ([], [""]):
         return tensors, []
-    if len(outer) > 1:
-        chosen = f"{{k.removeprefix({outer[0]!r}): v for k, v in weights.items() if k.startswith({outer[0]!r})}}"
-        raise ValueError(
-            f"the file has {len(outer)} models, under {join_names(outer)}: save the one you want alone, as {chosen}"
-        )
-    prefix = outer[0]
+    prefix = prefixes[0]
+    if len(prefixes) > 1:
+        chosen = f"{{k.removeprefix({prefix!r}): v for k, v in weights.items() if k.startswith({prefix!r})}}"
+        models = f"{len(prefixes)} models, under {join_names(prefixes)}"
+        raise ValueError(f"the file has {models}: save the one you want alone, as {chosen}")
     names: dict[str, tuple[str, int | None]] = {
         name.removeprefix(prefix): (name, None) for name in tensors.shapes if name.startswith(prefix)
     }
@@ -223,16 +222,22 @@ def _strip_prefix(tensors: Tensors) -> tuple[Tensors, list[str]]:
     return inside, [name for name in tensors.shapes if name not in used]
 
 
+def _list_prefixes(tensors: Tensors) -> list[str]:
+    """The prefixes of the models in a file; not those inside another, as of a hybrid's stem."""
+    prefixes: set[str] = set()
+    for anchor in ANCHORS:
+        prefixes |= {_find_prefix(name, anchor) for name in tensors.shapes if f".{name}".endswith(f".{anchor}")}
+    return sorted(prefix for prefix in prefixes if not any(prefix.startswith(other) for other in prefixes - {prefix}))
+
+
 def _find_prefix(name: str, anchor: str) -> str:
     """The part of a name before the model's own names; `vit.`, `vision_model.` and such are transformers' own."""
     prefix = name.removesuffix(anchor)
     if anchor not in transformers.PATCH_KERNELS:
         return prefix
-    inner = next(
-        (own_prefix for own_prefix in transformers.OWN_PREFIXES if f".{prefix}".endswith(f".{own_prefix}")), None
-    )
-    if inner:
-        return prefix.removesuffix(inner)
+    for own_prefix in transformers.OWN_PREFIXES:
+        if f".{prefix}".endswith(f".{own_prefix}"):
+            return prefix.removesuffix(own_prefix)
     return prefix if re.fullmatch(r"((model|net|network|module|_orig_mod|backbone)\.)*", prefix) else ""
 
 
@@ -242,7 +247,8 @@ def _check_run(folder: Path) -> list[str]:
     if status.get("state") in (None, "done"):
         return []
     if status["state"] == "running":  # or killed before it could write its state
-        saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
+        numbers = [path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*")]
+        saved = [int(number) for number in numbers if number.isdecimal()]
         progress = f"whose last checkpoint is of step {max(saved, default=0)} of {status.get('steps')}"
     else:
         progress = f"that stopped at step {status.get('step')} of {status.get('steps')} ({status['state']})"

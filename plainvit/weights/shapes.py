@@ -96,19 +96,27 @@ def _check_required(ours: Shapes, layout: Layout, family: str) -> None:
             raise ValueError(f"this {family} file has no valid {theirs}: it is incomplete, or of another model")
 
 
+def _count_rows(ours: Shapes, name: str) -> int:
+    """The rows of a weight, so the outputs of a layer; 0 if the file does not have it."""
+    return ours[name][0] if ours.get(name) else 0
+
+
 def _read_sizes(ours: Shapes) -> dict[str, Any]:
     """The settings that every file shows."""
     width, channels, *patch = ours["embedding.weight"]
-    has_table, has_biases = len(ours.get("positions.0.table", ())) >= 2, f"{BLOCK}attention.relative.table" in ours
+    if len(ours.get("positions.0.table", ())) >= 2:
+        posemb = "1d"
+    else:
+        posemb = "bias" if f"{BLOCK}attention.relative.table" in ours else "none"
     return {
         "width": width,
         "channels": channels,
         "patch": (patch[0], patch[1]),
         "mlp_dim": ours[f"{BLOCK}mlp.fc2.weight"][1],
-        "classes": (*ours.get("head.weight", ()), 0)[0],
-        "representation": (*ours.get("pre_logits.weight", ()), 0)[0],
+        "classes": _count_rows(ours, "head.weight"),
+        "representation": _count_rows(ours, "pre_logits.weight"),
         "class_token": "class_token" in ours,
-        "posemb": "1d" if has_table else "bias" if has_biases else "none",
+        "posemb": posemb,
         "distillation": False,
         "gated": False,
         "registers": 0,
@@ -117,25 +125,33 @@ def _read_sizes(ours: Shapes) -> dict[str, Any]:
 
 def _read_parts(ours: Shapes, layout: Layout) -> dict[str, Any]:
     """The parts whose presence names and shapes show."""
-    fc1, fc2 = ours[f"{BLOCK}mlp.fc1.weight"], ours[f"{BLOCK}mlp.fc2.weight"]
-    norms = "tokens" if "norm_tokens.weight" in ours else "patches" if "norm_patches.weight" in ours else "none"
-    inner = "mlp" if f"{BLOCK}mlp.norm.weight" in ours else "none"
-    qkv_bias, out_bias = f"{BLOCK}attention.qkv.bias", f"{BLOCK}attention.out.bias"
-    has_bias = "no_k" if len(layout[qkv_bias].names) == 2 else "all"
+    fc1, fc2, registers = ours[f"{BLOCK}mlp.fc1.weight"], ours[f"{BLOCK}mlp.fc2.weight"], ours.get("registers", ())
     return {
         "distillation": "distillation_token" in ours,
-        "registers": (0, 0, *ours.get("registers", ()))[-2],
+        "registers": registers[-2] if len(registers) >= 2 else 0,
         "gated": fc1[0] == 2 * fc2[1],
-        "projection": (*ours.get("projection.weight", ()), 0)[0],
+        "projection": _count_rows(ours, "projection.weight"),
         "layer_scale": 1e-5 if f"{BLOCK}residual1.scale" in ours else None,
         "norm_kind": "layer" if f"{BLOCK}norm1.bias" in ours else "rms",
-        "norm_embedding": norms,
-        "norm_inner": "both" if f"{BLOCK}attention.norm.weight" in ours else inner,
+        "norm_embedding": _first_present(ours, {"norm_tokens.weight": "tokens", "norm_patches.weight": "patches"}),
+        "norm_inner": _first_present(ours, {f"{BLOCK}attention.norm.weight": "both", f"{BLOCK}mlp.norm.weight": "mlp"}),
         "norm_final": "norm.weight" in ours,
         "qk_norm": f"{BLOCK}attention.query_keys.norm_q.weight" in ours,
-        "block_bias": has_bias if qkv_bias in ours else "no_qkv" if out_bias in ours else "none",
+        "block_bias": _find_block_bias(ours, layout),
         "embedding_bias": "embedding.bias" in ours,
     }
+
+
+def _first_present(ours: Shapes, values: Mapping[str, str]) -> str:
+    """The value of the first of these weights that a file has, or "none"."""
+    return next((value for name, value in values.items() if name in ours), "none")
+
+
+def _find_block_bias(ours: Shapes, layout: Layout) -> str:
+    qkv_bias = f"{BLOCK}attention.qkv.bias"
+    if qkv_bias in ours:
+        return "no_k" if len(layout[qkv_bias].names) == 2 else "all"  # two names: those of q and v
+    return "no_qkv" if f"{BLOCK}attention.out.bias" in ours else "none"
 
 
 def _read_stem(ours: Shapes, layout: Layout, shapes: Shapes, numerics: str) -> ResNetConfig | None:
@@ -149,7 +165,7 @@ def _read_stem(ours: Shapes, layout: Layout, shapes: Shapes, numerics: str) -> R
 def read_bit(layout: Layout, shapes: Shapes, family: str) -> ResNetConfig:
     """BiT, with the numerics of the format (RESNET_NUMERICS)."""
     ours = read_shapes(layout, shapes)
-    classes = (*ours.get("head.weight", ()), 0)[0]
+    classes = _count_rows(ours, "head.weight")
     return ResNetConfig(**_read_resnet("body", ours, layout, shapes), classes=classes, **RESNET_NUMERICS[family])
 
 
@@ -198,7 +214,8 @@ def read_grid(rows: int | None, cell: tuple[int, int], prefixes: Sequence[int], 
         return hints.image_size, fitting[0], f"image size {GIVEN}; {rows} rows of positions fit it"
     raise ValueError(
         f"the grid of {rows} positions is unknown (not a square, or several are possible): use "
-        "load(..., grid=(rows, columns)), or load(..., image_size=(height, width)) with the size of its training"
+        "load(..., grid=(rows, columns)); or load(..., image_size=(height, width)) or --image-size HEIGHT WIDTH with "
+        "the size of its training"
     )
 
 
@@ -210,14 +227,17 @@ def _square_side(count: int) -> int:
 
 def _count_patches(size: tuple[int, int] | None, cell: tuple[int, int]) -> int | None:
     """The number of patches of an image; None if they do not fill it."""
-    return None if size is None or size[0] % cell[0] or size[1] % cell[1] else size[0] // cell[0] * (size[1] // cell[1])
+    if size is None or size[0] % cell[0] or size[1] % cell[1]:
+        return None
+    return (size[0] // cell[0]) * (size[1] // cell[1])
 
 
 def _match_all(names: Iterable[str], layout: Layout, ours: str) -> Iterable[re.Match[str]]:
     """Matches all names of one of our parameters in a file; groups are its indices."""
     parts = re.split(r"(?<!\{)\{[isu]1?(?::02d)?\}", layout[ours].names[0])
     pattern = r"(\d+)".join(re.escape(part.format()) for part in parts)
-    return [match for name in names if (match := re.fullmatch(pattern, name))]
+    matches = (re.fullmatch(pattern, name) for name in names)
+    return [match for match in matches if match]
 
 
 def count_layers(names: Iterable[str], layout: Layout) -> int:
@@ -254,7 +274,10 @@ def _assume_heads(ours: Shapes, hints: Hints, family: str, rotary: str) -> tuple
         return known[width], f"assumed: a ViT of width {width} has {known[width]} heads"
     if width % 64 == 0 and width != 1536:  # published ViTs of width 1536 have 12, 16 or 24 heads
         return width // 64, f"assumed: {family}'s convention of 64 per head"
-    raise ValueError(f"the number of heads of this {family} file of width {width} is unknown: use load(..., heads=N)")
+    raise ValueError(
+        f"the number of heads of this {family} file of width {width} is unknown: use load(..., heads=N), or "
+        "plainvit convert with --heads N"
+    )
 
 
 def check_names(names: Iterable[str], unsupported: Mapping[str, str]) -> None:

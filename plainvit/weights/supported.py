@@ -18,24 +18,25 @@ ANY = object()  # every value is supported
 
 def list_unlike(config: ViTConfig, library: str, **allowed: Any) -> Iterator[tuple[str, str]]:
     """(part, reason) for each setting that is not the paper's, nor among the `allowed` values of the library."""
+    supported = {name: (value,) for name, value in PLAIN.items()} | allowed
+    if config.posemb != "1d" or not config.prefix:
+        del supported["posemb_prefix"]  # it has no effect
     listed: set[str] = set()
-    for name, values in ({name: (value,) for name, value in PLAIN.items()} | allowed).items():
-        value, usual = getattr(config, name), PLAIN.get(name)
-        value = (value is not None and value != 0) if isinstance(usual, bool) and not isinstance(value, bool) else value
-        part = PARTS.get(name, name)
-        has_no_effect = name == "posemb_prefix" and (config.posemb != "1d" or not config.prefix)
-        if values is ANY or value in values or part in listed or has_no_effect:
-            continue
-        listed.add(part)
-        supported = " or ".join(map(str, values))
-        yield part, f"{library} has {name} {supported}, the model {value}"
+    for name, values in supported.items():
+        value, part = getattr(config, name), PARTS.get(name, name)
+        if PLAIN.get(name) is False:  # only whether the model has the part counts
+            value = value not in (None, 0)
+        if values is not ANY and value not in values and part not in listed:
+            listed.add(part)
+            yield part, f"{library} has {name} {' or '.join(map(str, values))}, the model {value}"
 
 
 def list_unlike_resnet(config: Model, library: str) -> Iterator[tuple[str, str]]:
     """(part, reason) if a library's BiT, or the stem of its hybrids, computes something else."""
-    is_bit = isinstance(config, ResNetConfig)
-    resnet, padding = (config, "symmetric") if is_bit else (config.stem, "same")
-    numerics = (RESNET_NUMERICS if is_bit else STEM_NUMERICS)[library] | {"padding": padding}
+    if isinstance(config, ResNetConfig):
+        resnet, models, numerics = config, "BiT", RESNET_NUMERICS[library] | {"padding": "symmetric"}
+    else:
+        resnet, models, numerics = config.stem, "hybrids", STEM_NUMERICS[library] | {"padding": "same"}
     if resnet and any(getattr(resnet, name) != value for name, value in numerics.items()):
         values = ", ".join(f"{name} {value}" for name, value in numerics.items())
-        yield "standardise", f"{library}'s {'BiT' if is_bit else 'hybrids'} have {values}"
+        yield "standardize", f"{library}'s {models} have {values}"

@@ -96,7 +96,7 @@ def _detect_bit(tensors: Tensors, sidecar: Mapping[str, Any]) -> DetectedModel:
     colors = {name: tuple(published.get(name) or HALF[name]) for name in HALF}
     config = read_bit(layout, tensors.shapes, "timm").replace(image_size=(int(size[1]), int(size[2])), **colors)
     sources = {
-        "standardise": "timm's code: w / sqrt(var + 1e-8)",
+        "standardize": "timm's code: w / sqrt(var + 1e-8)",
         "padding": "timm's code: symmetric, zeros before the root's pooling",
         "preprocess": "config.json" if published else "assumed: BiT's evaluation, a square resize",
         "norm_eps": "timm's code: 1e-5",
@@ -147,10 +147,8 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
     if "blocks.0.attn.qkv.bias_mask" in shapes:  # DINOv3's own files store a bias of k, and do not use it
         layout[f"{BLOCK}attention.qkv.bias"] = Entry(MASKED_BIAS, SAME)
     known = load_architectures().get(str(sidecar.get("architecture")), {})
-    rotary, heads = known.get("rotary") or _assume_rotary(shapes), arguments.get("num_heads", known.get("heads"))
-    size = arguments.get("img_size") or tuple(published.get("input_size") or ())[-2:] or None
-    stated_heads = None if heads is None or hints.heads else (heads, "config.json")
-    hints = replace(hints, stated_size=size, stated_heads=stated_heads)
+    rotary = known.get("rotary") or _assume_rotary(shapes)
+    hints = _add_stated(hints, sidecar, known.get("heads"))
     settings, sources = read_vit(layout, shapes, name, hints, optional=OPTIONAL, rows="any", rotary=rotary)
     settings |= {"rotary": rotary, "embedding_bias": "norm_pre.weight" not in shapes}
     numerics, numerics_sources = _read_numerics(settings, sidecar, name)
@@ -173,6 +171,18 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
         ignore=lambda key: _is_training_only(key) or key.endswith(BUFFERS),
         notes=[f"left out what is not the encoder: {', '.join(left_out)}"] if left_out else [],
     )
+
+
+def _add_stated(hints: Hints, sidecar: Mapping[str, Any], heads: int | None) -> Hints:
+    """Adds the image size and the heads of config.json; `heads` are the architecture's own."""
+    arguments, published = sidecar.get("model_args") or {}, sidecar.get("pretrained_cfg") or {}
+    size = arguments.get("img_size")
+    if not size and published.get("input_size"):
+        size = tuple(published["input_size"])[1:]  # after the channels
+    heads = arguments.get("num_heads", heads)
+    if hints.heads or heads is None:
+        return replace(hints, stated_size=size)
+    return replace(hints, stated_size=size, stated_heads=(heads, "config.json"))
 
 
 def _list_sources(config: ViTConfig, sidecar: Mapping[str, Any], family: str) -> dict[str, str]:
@@ -216,22 +226,32 @@ def _find_pool(shapes: Shapes, stated: object) -> tuple[Any, dict[str, str]]:
     if "attn_pool.latent" in shapes:
         return "attention", {}
     fc_norm = "fc_norm.weight" in shapes and "norm.weight" not in shapes
-    is_averaged = stated == "avg" or (fc_norm and stated != "token") or "cls_token" not in shapes
-    return "average" if is_averaged else "token", {} if stated or is_averaged else {"pool": "assumed: the class token"}
+    if stated == "avg" or (fc_norm and stated != "token") or "cls_token" not in shapes:
+        return "average", {}
+    return "token", {} if stated else {"pool": "assumed: the class token"}
 
 
 def _assume_rotary(shapes: Shapes) -> str:
     """The rotary positions of a family whose weights look like this; the weights do not contain them."""
-    has_table, has_class = "pos_embed" in shapes, "cls_token" in shapes
     if "rope_embed.periods" in shapes or "storage_tokens" in shapes:
         return "dinov3"
     if "norm_pre.weight" in shapes:
-        return "none" if "norm.weight" in shapes and "attn_pool.latent" not in shapes else "pe"
-    if not has_table and "blocks.0.gamma_1" in shapes and "blocks.0.attn.relative_position_bias_table" not in shapes:
-        return "eva02" if not has_class else "dinov3" if "reg_token" in shapes else "axial"
-    is_gated = any(f"blocks.0.mlp.{name}.weight" in shapes for name in ("fc1_g", "w1"))
-    is_packed = shapes.get("blocks.0.mlp.fc1.weight", (0,))[0] == 2 * shapes.get("blocks.0.mlp.fc2.weight", (0, -1))[-1]
-    return "eva02" if is_gated or (is_packed and "blocks.0.attn.q_bias" in shapes) else "none"
+        is_clip = "norm.weight" in shapes and "attn_pool.latent" not in shapes
+        return "none" if is_clip else "pe"
+    has_positions = "pos_embed" in shapes or "blocks.0.attn.relative_position_bias_table" in shapes
+    if "blocks.0.gamma_1" in shapes and not has_positions:
+        if "cls_token" not in shapes:
+            return "eva02"
+        return "dinov3" if "reg_token" in shapes else "axial"
+    return "eva02" if _is_eva02(shapes) else "none"
+
+
+def _is_eva02(shapes: Shapes) -> bool:
+    """Whether the MLPs have a gate, as a layer of its own or packed into fc1 next to keys without biases."""
+    if "blocks.0.mlp.fc1_g.weight" in shapes or "blocks.0.mlp.w1.weight" in shapes:
+        return True
+    fc1, fc2 = (shapes.get(f"blocks.0.mlp.{name}.weight", ()) for name in ("fc1", "fc2"))
+    return len(fc1) == len(fc2) == 2 and fc1[0] == 2 * fc2[1] and "blocks.0.attn.q_bias" in shapes
 
 
 def _read_numerics(
@@ -260,11 +280,11 @@ def _assume_numerics(settings: Mapping[str, Any], family: str) -> tuple[dict[str
     rotary, coarse = settings["rotary"], has_coarse_norms(settings)
     if rotary == "pe":
         raise unsupported_model("a Perception Encoder without config.json, whose rotary grid is unknown", "norm_pre")
-    activation, exact = ("silu", "SiLU") if settings["gated"] else ("gelu", "exact GELU")
-    eps, code = (1e-5 if coarse else 1e-6), f"{family}'s code"
-    code = "assumed: timm's default" if family in ("timm", "CLIP") or coarse else code
+    activation, activation_name = ("silu", "SiLU") if settings["gated"] else ("gelu", "exact GELU")
+    eps = 1e-5 if coarse else 1e-6
+    code = "assumed: timm's default" if family in ("timm", "CLIP") or coarse else f"{family}'s code"
     numerics = {"activation": activation, "norm_eps": eps, "rotary_grid": 16}
-    sources = {"activation": f"{code}, {exact}", "norm_eps": f"{code}, {eps:g}"}
+    sources = {"activation": f"{code}, {activation_name}", "norm_eps": f"{code}, {eps:g}"}
     if rotary != "none":
         sources["rotary"] = f"assumed: {rotary}, by the names of the weights"
     return numerics, sources

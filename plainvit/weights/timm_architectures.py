@@ -145,8 +145,9 @@ def read_preprocess(sidecar: Mapping[str, Any], crop: float) -> Preprocess:
     """Preprocessing from config.json; `crop` is used if it does not say."""
     published = sidecar.get("pretrained_cfg") or {}
     crop = published.get("crop_pct") or crop
-    squash = "squash" if crop == 1 else "squash-crop"
-    resize = squash if published.get("crop_mode") == "squash" else "crop"
+    resize = "crop"
+    if published.get("crop_mode") == "squash":
+        resize = "squash" if crop == 1 else "squash-crop"
     return Preprocess(resize=resize, crop=crop, interpolation=published.get("interpolation") or "bicubic")
 
 
@@ -180,8 +181,9 @@ def make_sidecar(config: Model, about: About) -> dict[str, Any]:
 
 def _make_arguments(config: ViTConfig) -> dict[str, Any]:
     """The arguments of timm's class; with these one architecture's name stands for every size."""
-    is_eva, is_packed = uses_eva(config), config.gated and not uses_eva(config) and config.norm_kind != "rms"
-    hidden = config.mlp_dim * (2 if is_packed else 1)
+    is_eva = uses_eva(config)
+    counts_gate = config.gated and not is_eva and config.norm_kind != "rms"
+    hidden = 2 * config.mlp_dim if counts_gate else config.mlp_dim
     ratio = hidden / config.width
     if int(config.width * ratio) != hidden:  # timm's formula, one too few if the ratio was rounded down
         ratio = math.nextafter(ratio, math.inf)
@@ -195,14 +197,19 @@ def _make_arguments(config: ViTConfig) -> dict[str, Any]:
         "mlp_ratio": ratio,
         "init_values": config.layer_scale,
     }
-    arguments |= {"qkv_bias": config.block_bias in ("all", "no_k")} if config.block_bias != "all" or is_eva else {}
+    if config.block_bias != "all" or is_eva:
+        arguments["qkv_bias"] = config.block_bias in ("all", "no_k")
     pool = {"token": "token", "average": "avg", "attention": "map"}.get(config.pool)
     if is_eva:
-        return arguments | {"global_pool": pool} | ({} if config.posemb == "bias" else _make_eva_arguments(config))
+        arguments["global_pool"] = pool
+        return arguments if config.posemb == "bias" else arguments | _make_eva_arguments(config)
     arguments["act_layer"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.activation)
-    if config.distillation:
-        return arguments
-    arguments |= {
+    return arguments if config.distillation else arguments | _make_vit_arguments(config, pool)
+
+
+def _make_vit_arguments(config: ViTConfig, pool: str | None) -> dict[str, Any]:
+    """Those of timm's VisionTransformer alone."""
+    arguments: dict[str, Any] = {
         "class_token": config.class_token,
         "global_pool": pool,
         "fc_norm": config.norm_pooled,
@@ -214,7 +221,9 @@ def _make_arguments(config: ViTConfig) -> dict[str, Any]:
         arguments["scale_attn_norm"] = False
     if not config.norm_final:
         arguments["final_norm"] = False
-    return arguments | ({"qk_norm": True} if config.qk_norm else {})
+    if config.qk_norm:
+        arguments["qk_norm"] = True
+    return arguments
 
 
 def _make_eva_arguments(config: ViTConfig) -> dict[str, Any]:

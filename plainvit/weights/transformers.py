@@ -61,7 +61,8 @@ LEFT_OUT += ("text_model.", "text_projection.", "logit_scale", "logit_bias")
 
 def _find_kernel(names: Shapes) -> str | None:
     """The name of the patch kernel in a file; None if it is not transformers'."""
-    return next((name for name in names if f".{name}".endswith(tuple(f".{kernel}" for kernel in PATCH_KERNELS))), None)
+    ends = tuple(f".{kernel}" for kernel in PATCH_KERNELS)
+    return next((name for name in names if f".{name}".endswith(ends)), None)
 
 
 def matches(tensors: Tensors) -> bool:
@@ -121,9 +122,11 @@ def detect(tensors: Tensors, hints: Hints, config: Mapping[str, Any], processor:
 
 def _is_left_out(name: str, model: ViTConfig) -> bool:
     """Whether a weight belongs to pre-training, to a text tower, or to a part that the classifier does not read."""
-    is_unread = name.startswith("head.") and model.pool == "average" and model.classes > 0
-    is_unread = name.startswith("post_layernorm.") if not model.norm_final else is_unread
-    return name.startswith(LEFT_OUT) or is_unread
+    if name.startswith(LEFT_OUT):
+        return True
+    if not model.norm_final:
+        return name.startswith("post_layernorm.")
+    return name.startswith("head.") and model.pool == "average" and model.classes > 0
 
 
 def _is_empty(name: str, shapes: Shapes) -> bool:
@@ -140,13 +143,14 @@ def _check_supported(kind: Kind, layout: Layout, shapes: Shapes, kernel: str, co
         needed.append("positions.0.table")
     elif kind.name == "BEiT" and layout["positions.0.table"].names[0] not in shapes:
         needed.append(f"{BLOCK}attention.relative.table")
-    missing = [name for ours in needed if (name := layout[ours].names[0].format(**FIRST)) not in shapes]
+    needed_names = [layout[ours].names[0].format(**FIRST) for ours in needed]
+    missing = [name for name in needed_names if name not in shapes]
     if missing:
         raise ValueError(f"this transformers {kind.name} file lacks {', '.join(missing)}: it is incomplete")
     has_pooler = layout["pre_logits.weight"].names[0] in shapes
     if has_pooler and config.get("pooler_act", "tanh") != "tanh":
         raise unsupported_model("a ViT whose pooler is not tanh", "pooler_act in config.json")
-    if not float(config.get("rope_theta", 100.0)) == 100.0:
+    if float(config.get("rope_theta", 100.0)) != 100.0:
         raise unsupported_model(f"DINOv3 with rope_theta {config['rope_theta']}", "config.json")
     if config.get("is_native"):
         raise unsupported_model("AIMv2 for images of any shape", "is_native in config.json")
@@ -176,7 +180,8 @@ def _read_model(
     )
     settings |= numerics | FIXED.get(kind.name, {}) | _find_pooling(kind, layout, ours)
     is_assumed = settings["gated"] and kind.name == "DINOv3" and not config
-    if is_assumed or (settings["gated"] and kind.name.startswith("DINOv2")):  # whose code ignores hidden_act there
+    ignores_activation = settings["gated"] and kind.name.startswith("DINOv2")  # its code has SiLU there
+    if is_assumed or ignores_activation:
         settings["activation"] = "silu"
     model = ViTConfig(**settings)
     if model.posemb == "bias" and model.grid[0] != model.grid[1]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plainvit.config import About, Preprocess, ViTConfig, pair
+from plainvit.config import About, Preprocess, ResNetConfig, ViTConfig, pair
 from plainvit.weights.pixels import CLIP, HALF, IMAGENET
 from plainvit.weights.supported import ANY
 
@@ -136,8 +136,9 @@ def read_pixels(processor: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
 
 def read_preprocess(processor: Mapping[str, Any]) -> tuple[Preprocess, str]:
     """(our settings, problem): a square resize and the reason, if ours cannot describe what the processor does."""
-    size, crop = processor["size"], processor.get("crop_size") if processor.get("do_center_crop") else None
-    size: dict[str, Any] = size if isinstance(size, dict) else dict.fromkeys(processor["sides"], size)
+    stated = processor["size"]
+    size: dict[str, Any] = stated if isinstance(stated, dict) else dict.fromkeys(processor["sides"], stated)
+    crop = processor.get("crop_size") if processor.get("do_center_crop") else None
     prepared = Preprocess(interpolation=RESAMPLING.get(processor["resample"], "bilinear"))
     if processor["resample"] not in RESAMPLING:
         return prepared, f"resample {processor['resample']} is not supported"
@@ -148,11 +149,13 @@ def read_preprocess(processor: Mapping[str, Any]) -> tuple[Preprocess, str]:
         return prepared, ""
     if crop is not None and (squash or list(size) == ["shortest_edge"]):
         height, width = pair(crop if isinstance(crop, int) else (crop["height"], crop["width"]))
-        tall, wide = (size["height"], size["width"]) if squash else (size["shortest_edge"],) * 2
+        tall = size["height"] if squash else size["shortest_edge"]
+        wide = size["width"] if squash else size["shortest_edge"]
         kept = height / tall
         if kept <= 1 and math.floor(width / kept + 1e-6) == wide:  # one fraction describes both sides
-            resize = "crop" if not squash else "squash" if kept == 1 else "squash-crop"
-            return prepared.replace(resize=resize, crop=kept), ""
+            if squash:
+                return prepared.replace(resize="squash" if kept == 1 else "squash-crop", crop=kept), ""
+            return prepared.replace(resize="crop", crop=kept), ""
     return prepared, f"the processor resizes to {size} and crops {crop or 'nothing'}"
 
 
@@ -186,7 +189,6 @@ def make_sidecars(config: ViTConfig, about: About, dtype: str) -> dict[str, dict
 def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
     kind = choose_kind(config)
     names = list(about.class_names) or [f"LABEL_{number}" for number in range(config.classes)]
-    square = config.image_size[0] == config.image_size[1], config.patch[0] == config.patch[1]
     architecture = kind.headed if config.classes or config.projection else kind.headless
     described = {
         "architectures": [architecture + ("WithTeacher" if config.distillation else "")],
@@ -197,8 +199,8 @@ def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
         "intermediate_size": config.mlp_dim,
         "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == config.activation),
         "rms_norm_eps" if kind.name == "AIMv2" else "layer_norm_eps": config.norm_eps,
-        "image_size": config.image_size[0] if square[0] else list(config.image_size),
-        "patch_size": config.patch[0] if square[1] else list(config.patch),
+        "image_size": _one_or_both(config.image_size),
+        "patch_size": _one_or_both(config.patch),
         "num_channels": config.channels,
         "dtype": dtype,
     }
@@ -212,17 +214,14 @@ def _make_config(config: ViTConfig, about: About, dtype: str) -> dict[str, Any]:
     return described | _describe_parts(kind.name, config)
 
 
+def _one_or_both(sides: tuple[int, int]) -> int | list[int]:
+    return sides[0] if sides[0] == sides[1] else list(sides)
+
+
 def _describe_parts(kind: str, config: ViTConfig) -> dict[str, Any]:
     """The settings that only one class has."""
     if config.stem:
-        sizes = [256 * config.stem.widen * 2**stage for stage in range(len(config.stem.blocks))]
-        stem = {"model_type": "bit", "layer_type": "bottleneck", "depths": list(config.stem.blocks)}
-        stem |= {"hidden_sizes": sizes, "embedding_size": 64 * config.stem.widen, "global_padding": "same"}
-        stem |= {"embedding_dynamic_padding": True, "out_features": [f"stage{len(sizes)}"]}
-        return {
-            "backbone_config": stem,
-            "backbone_featmap_shape": [1, sizes[-1], *(side // config.stem.stride for side in config.image_size)],
-        }
+        return _describe_stem(config.stem, config.image_size)
     if kind == "CLIP":
         return {"projection_dim": config.projection or 512}
     if kind.startswith("DINOv2"):
@@ -239,6 +238,23 @@ def _describe_parts(kind: str, config: ViTConfig) -> dict[str, Any]:
     return {}
 
 
+def _describe_stem(stem: ResNetConfig, image_size: tuple[int, int]) -> dict[str, Any]:
+    """The BiT backbone of a ViTHybrid."""
+    stages = len(stem.blocks)
+    backbone = {
+        "model_type": "bit",
+        "layer_type": "bottleneck",
+        "depths": list(stem.blocks),
+        "hidden_sizes": [256 * stem.widen * 2**stage for stage in range(stages)],
+        "embedding_size": 64 * stem.widen,
+        "global_padding": "same",
+        "embedding_dynamic_padding": True,
+        "out_features": [f"stage{stages}"],
+    }
+    feature_map = [1, stem.width, *(side // stem.stride for side in image_size)]
+    return {"backbone_config": backbone, "backbone_featmap_shape": feature_map}
+
+
 def find_mlp_ratio(config: ViTConfig) -> int | None:
     """DINOv2's mlp_ratio, a whole number; a gated MLP has two thirds of that width, up to a multiple of 8."""
     for ratio in range(1, 17):
@@ -249,9 +265,9 @@ def find_mlp_ratio(config: ViTConfig) -> int | None:
 
 
 def _make_processor(config: ViTConfig, about: About) -> dict[str, Any]:
-    deit = config.distillation or config.registers
+    is_deit = config.distillation or config.registers > 0
     prepared: dict[str, Any] = {
-        "image_processor_type": f"{'DeiT' if deit else 'ViT'}ImageProcessor",
+        "image_processor_type": "DeiTImageProcessor" if is_deit else "ViTImageProcessor",
         "do_resize": True,
         "do_center_crop": False,
         "do_rescale": True,

@@ -21,7 +21,6 @@ from plainvit.weights.reading import load
 
 log = logging.getLogger("plainvit")
 
-
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 SUFFIXES = (".safetensors", ".npz", *TORCH_SUFFIXES)  # of files, not of folders
 
@@ -53,6 +52,7 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     Example:
         plainvit.save(model, "folder", format="transformers")
     """
+    _check_model(model)
     if format not in own.FORMATS:
         raise ValueError(f"format {format!r} is unknown; {nearest(format, own.FORMATS)}")
     path = Path(path)
@@ -74,6 +74,15 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     else:
         write_atomically(path, lambda target: write_safetensors(target, out, metadata))
     return path
+
+
+def _check_model(model: object) -> None:
+    """Rejects a model inside another, whose names would have a prefix with which nothing loads them."""
+    if not isinstance(model, ViT | ResNet):
+        raise ValueError(
+            f"save() takes a ViT or a ResNet, got {type(model).__name__}: pass the model inside it (`._orig_mod` after "
+            "torch.compile, `.module` of DDP, `.model` after optimize=True)"
+        )
 
 
 def _check_suffix(path: Path, format: str) -> None:  # noqa: A002
@@ -119,7 +128,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     end = 0
     for name in order:
         dtype, shape, _ = content[name]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end := end + raw[name].nbytes)}
+        start, end = end, end + raw[name].nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -145,24 +155,28 @@ def _list_unsupported(format: str, config: Model, folder: bool) -> list[tuple[st
 
 # What --drop accepts: numerics, replaced by the target's own; a hidden layer, with the head that reads it; LayerScale,
 # merged into the layer before. Without any other part the rest of the model has no meaning
-DROPS = ("activation", "norm_eps", "standardise", "normalization", "pre_logits", "layer_scale")
+DROPS = ("activation", "norm_eps", "standardize", "normalization", "pre_logits", "layer_scale")
 
 
 def _drop_from_config(part: str, config: Model, format: str) -> Model:  # noqa: A002
     """The config without a part, or with the target's own in its place."""
-    if part == "standardise" and isinstance(config, ViTConfig):
+    if part == "standardize" and isinstance(config, ViTConfig):
         assert config.stem
         numerics = STEM_NUMERICS.get(format, STEM_NUMERICS["timm"])
         return config.replace(stem=config.stem.replace(**numerics, padding="same"))
-    settings: dict[str, Any] = {
-        "standardise": RESNET_NUMERICS.get(format, {}) | {"padding": "symmetric"},
-        "normalization": {"mean": (0.5,), "std": (0.5,)},
-        "pre_logits": {"representation": 0, "classes": 0},
-        "layer_scale": {"layer_scale": None},
-    }
-    if part == "activation" and isinstance(config, ViTConfig) and config.gated:
-        return config.replace(activation="silu")  # in every library that has gated MLPs
-    return config.replace(**settings[part] if part in settings else {part: VIT_NUMERICS[format][part]})
+    match part:
+        case "standardize":
+            return config.replace(**RESNET_NUMERICS.get(format, {}), padding="symmetric")
+        case "normalization":
+            return config.replace(mean=(0.5,), std=(0.5,))
+        case "pre_logits":
+            return config.replace(representation=0, classes=0)
+        case "layer_scale":
+            return config.replace(layer_scale=None)
+        case "activation" if isinstance(config, ViTConfig) and config.gated:
+            return config.replace(activation="silu")  # in every library that has gated MLPs
+        case _:
+            return config.replace(**{part: VIT_NUMERICS[format][part]})
 
 
 def _drop_parts(

@@ -140,7 +140,7 @@ def run_forward(qkv: Tensor, heads: int, launch: Launch) -> tuple[Tensor, Tensor
     out, lse = qkv.new_empty(B, N, D), qkv.new_empty(B, heads, N, dtype=torch.float32)
     if B == 0:
         return out, lse
-    programs = -(-N // launch.rows)
+    programs = math.ceil(N / launch.rows)
     with torch.cuda.device_of(qkv):
         _kernels().attention_forward[(B * heads * programs,)](
             qkv, out, lse, qkv.stride(0), qkv.stride(1), LOG2E * d**-0.5, heads,
@@ -153,18 +153,20 @@ def run_forward(qkv: Tensor, heads: int, launch: Launch) -> tuple[Tensor, Tensor
 def run_backward(
     grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the packed qkv, [B, N, 3D], and its sum over images and tokens, fp32 [3D].
+    """dqkv, the gradient of the packed qkv [B, N, 3D], and its sum over images and tokens: the bias's, fp32 [3D].
 
-    Because softmax weights sum to 1, the gradients of values sum to the output's gradient, and those of keys to 0.
+    The two kernels fill dqkv in place: run_queries the first third, run_keys the others. Because softmax weights sum
+    to 1, the gradients of values sum to the output's gradient, and those of keys to 0.
     """
     grad, qkv = _make_dense(grad), _make_dense(qkv)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if qkv.shape[0] == 0:
         return dqkv, lse.new_zeros(qkv.shape[2])
     delta = torch.empty_like(lse)
-    queries, values = run_queries(grad, qkv, out, lse, delta, dqkv, heads, tiles.queries).sum(0).chunk(2)
+    sums = run_queries(grad, qkv, out, lse, delta, dqkv, heads, tiles.queries)
     run_keys(grad, qkv, lse, delta, dqkv, heads, tiles.keys)
-    return dqkv, torch.cat((queries, torch.zeros_like(queries), values))
+    query_bias_grad, value_bias_grad = sums.sum(0).chunk(2)
+    return dqkv, torch.cat((query_bias_grad, torch.zeros_like(query_bias_grad), value_bias_grad))
 
 
 def _backward_arguments(grad: Tensor, qkv: Tensor, heads: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -179,7 +181,7 @@ def run_queries(
 ) -> Tensor:
     """Writes the first third of dqkv, and delta. Sums of that third and of grad: fp32 [programs, 2D]."""
     arguments, sizes = _backward_arguments(grad, qkv, heads)
-    programs = -(-qkv.shape[1] // launch.rows)
+    programs = math.ceil(qkv.shape[1] / launch.rows)
     sums = lse.new_empty(qkv.shape[0] * programs, qkv.shape[2] // 3 * 2)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_queries[(qkv.shape[0] * heads * programs,)](
@@ -192,7 +194,8 @@ def run_queries(
 def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor, heads: int, launch: Launch) -> None:
     """Writes the other two thirds of dqkv; after run_queries, whose delta it reads."""
     arguments, sizes = _backward_arguments(grad, qkv, heads)
-    N, programs = qkv.shape[1], -(-qkv.shape[1] // launch.keys)
+    N = qkv.shape[1]
+    programs = math.ceil(N / launch.keys)
     with torch.cuda.device_of(qkv):
         _kernels().attention_backward_keys[(qkv.shape[0] * heads * programs,)](
             qkv, lse, grad, delta, dqkv, *arguments, **sizes,
@@ -206,7 +209,8 @@ def run_keys(grad: Tensor, qkv: Tensor, lse: Tensor, delta: Tensor, dqkv: Tensor
 @torch.library.custom_op("plainvit::short_attention", mutates_args=())
 def _forward(qkv: Tensor, heads: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001, for its gradient
     is_interpreted = not qkv.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"  # instead of a GPU, as in tests
-    if not is_interpreted and (reason := explain_unfit(qkv, heads)):
+    reason = "" if is_interpreted else explain_unfit(qkv, heads)
+    if reason:
         raise ValueError(reason)
     return run_forward(qkv, heads, TILES[qkv.shape[2] // (3 * heads)].forward)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plainvit.errors import first_line
 from plainvit.models.fast.attention import device_ready, split
 from plainvit.models.fast.mlp import SHORT_GELUS
 from plainvit.models.vit import Attention, Mlp, ViT
@@ -129,8 +130,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias = ctx.saved_tensors
     (a, rows), (b, columns) = quantize(grad), quantize(weight.t())
-    of_x = matmul(a, b, (rows, columns), None, fast=FAST_BACKWARD).to(x.dtype)  # [M, K]
-    return of_x, (grad.t() @ x).to(weight.dtype), grad.sum(0, dtype=bias.dtype), None, None, None, None
+    grad_x = matmul(a, b, (rows, columns), None, fast=FAST_BACKWARD).to(x.dtype)  # [M, K]
+    return grad_x, (grad.t() @ x).to(weight.dtype), grad.sum(0, dtype=bias.dtype), None, None, None, None
 
 
 # x, weight and bias are arguments for their gradients. Not an autograd.Function: PyTorch 2.11 silently compiles one
@@ -198,7 +199,8 @@ def convert_to_fp8(model: ViT, dtype: torch.dtype = torch.bfloat16) -> ViT:
     for mlp in converted.modules():
         if isinstance(mlp, Mlp) and isinstance(mlp.fc2, Fp8InferenceLinear):
             # fc2 applies the activation while it quantizes its input
-            mlp.fc2.kind, mlp.fc2.activation, mlp.kind, mlp.activation = mlp.kind, mlp.activation, "", identity
+            mlp.fc2.kind, mlp.fc2.activation = mlp.kind, mlp.activation
+            mlp.kind, mlp.activation = "", identity
     return converted.eval().requires_grad_(False)
 
 
@@ -227,5 +229,5 @@ def explain_unsupported(device: torch.device | str) -> str:
         for fast in {FAST_FORWARD, FAST_BACKWARD}:
             matmul(ones, ones, (scale, scale), ones[:, 0].float(), fast=fast)
     except (RuntimeError, ValueError) as error:
-        return f"fp8 matmuls fail on {name}: {str(error).splitlines()[0]}"
+        return f"fp8 matmuls fail on {name}: {first_line(error)}"
     return ""

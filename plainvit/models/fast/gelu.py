@@ -66,19 +66,20 @@ def sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     return phi, phi * (1 - phi) * x * (linear + 3 * cubic * square)
 
 
-def _value(x: Tensor, tanh: bool) -> Tensor:
-    wide = x.float()
-    return (wide * (sigmoid if tanh else normal)(wide)[0]).to(x.dtype)
+def _compute_gelu(x: Tensor, tanh: bool) -> Tensor:
+    exact = x.float()
+    phi, _ = sigmoid(exact) if tanh else normal(exact)
+    return (exact * phi).to(x.dtype)
 
 
 def _gradient(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    phi, slope = (sigmoid if tanh else normal)(x.float())
+    phi, slope = sigmoid(x.float()) if tanh else normal(x.float())
     return (grad.float() * (phi + slope)).to(x.dtype)
 
 
 # The operators --------------------------------------------------------------------------------------------------------
 
-_gelu = torch.library.custom_op("plainvit::gelu", _value, mutates_args=())
+_gelu = torch.library.custom_op("plainvit::gelu", _compute_gelu, mutates_args=())
 _gelu_backward = torch.library.custom_op("plainvit::gelu_backward", _gradient, mutates_args=())
 
 
@@ -107,65 +108,66 @@ _gelu.register_autograd(_differentiate, setup_context=_save_for_backward)
 # With the matmul that follows -----------------------------------------------------------------------------------------
 
 
-def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, *, tanh: bool) -> Tensor:
+def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor, hidden_bias: Tensor, *, tanh: bool) -> Tensor:
     """F.linear(gelu(x), weight, bias) for x [..., M] and weight [D, M]: [..., D], in x's precision.
 
-    The backward pass keeps x and recomputes the GELU. before [M] is the bias that was added to x without a gradient:
-    its gradient is computed here, in the same pass as the gradient of x.
+    The backward pass keeps x and recomputes the GELU. hidden_bias [M] is the bias that was added to x without a
+    gradient: its gradient is computed here, in the same pass as the gradient of x.
     """
-    return _gelu_linear(x.flatten(0, -2), weight, bias, before, tanh).unflatten(0, x.shape[:-1])
+    return _gelu_linear(x.flatten(0, -2), weight, bias, hidden_bias, tanh).unflatten(0, x.shape[:-1])
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001, see above
-    return F.linear(_value(x, tanh), weight.to(x.dtype), bias.to(x.dtype))
+def _linear_of_gelu(x: Tensor, weight: Tensor, bias: Tensor, hidden_bias: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001, see above
+    return F.linear(_compute_gelu(x, tanh), weight.to(x.dtype), bias.to(x.dtype))
 
 
 def _gradients(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of x [R, M] from that of the GELU, the GELU, and partial sums of the gradient, fp32 [.., M]."""
     if not x.is_cuda:
         dx = _gradient(grad, x, tanh)
-        return dx, _value(x, tanh), dx.float().sum(0, keepdim=True)
+        return dx, _compute_gelu(x, tanh), dx.float().sum(0, keepdim=True)
     from plainvit.models.fast import gelu_kernels
 
     (R, M), x, grad = x.shape, x.contiguous(), grad.contiguous()
     dx, y = torch.empty_like(x), torch.empty_like(x)
-    sums = x.new_empty(-(-R // (ROWS * TURNS)), M, dtype=torch.float32)
-    launch: Any = gelu_kernels.gelu_gradients[(-(-M // COLUMNS), len(sums))]
+    sums = x.new_empty(math.ceil(R / (ROWS * TURNS)), M, dtype=torch.float32)
+    launch: Any = gelu_kernels.gelu_gradients[(math.ceil(M / COLUMNS), len(sums))]
     with torch.cuda.device_of(x):
         launch(grad, x, dx, y, sums, R, M=M, TANH=tanh, ROWS=ROWS, TURNS=TURNS, COLUMNS=COLUMNS)
     return dx, y, sums
 
 
-_gelu_linear = torch.library.custom_op("plainvit::gelu_linear", _product, mutates_args=())
+_gelu_linear = torch.library.custom_op("plainvit::gelu_linear", _linear_of_gelu, mutates_args=())
 _gelu_gradients = torch.library.custom_op("plainvit::gelu_gradients", _gradients, mutates_args=())
 
 
 @_gelu_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001
+def _(x: Tensor, weight: Tensor, bias: Tensor, hidden_bias: Tensor, tanh: bool) -> Tensor:  # noqa: ARG001
     return x.new_empty(len(x), len(weight))
 
 
 @_gelu_gradients.register_fake
 def _(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    programs = -(-len(x) // (ROWS * TURNS)) if x.is_cuda else 1
+    programs = -(-len(x) // (ROWS * TURNS)) if x.is_cuda else 1  # rounded up, also where the length is symbolic
     return torch.empty_like(x), torch.empty_like(x), x.new_empty(programs, x.shape[1], dtype=torch.float32)
 
 
 def _save_for_matmul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    x, weight, bias, before, ctx.tanh = inputs
-    ctx.dtypes = bias.dtype, before.dtype
+    x, weight, bias, hidden_bias, ctx.tanh = inputs
+    ctx.dtypes = bias.dtype, hidden_bias.dtype
     ctx.save_for_backward(x, weight)
 
 
-def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate_linear_of_gelu(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    of_x, y, sums = _gelu_gradients(grad @ weight.to(x.dtype), x, ctx.tanh)
-    of_weight = (grad.t() @ y).to(weight.dtype)
-    bias, before = ctx.dtypes
-    return of_x, of_weight, grad.sum(0, dtype=torch.float32).to(bias), sums.sum(0).to(before), None
+    bias_dtype, hidden_bias_dtype = ctx.dtypes
+    grad_x, y, sums = _gelu_gradients(grad @ weight.to(x.dtype), x, ctx.tanh)
+    grad_weight = (grad.t() @ y).to(weight.dtype)
+    grad_bias = grad.sum(0, dtype=torch.float32).to(bias_dtype)
+    return grad_x, grad_weight, grad_bias, sums.sum(0).to(hidden_bias_dtype), None
 
 
-_gelu_linear.register_autograd(_differentiate_product, setup_context=_save_for_matmul)
+_gelu_linear.register_autograd(_differentiate_linear_of_gelu, setup_context=_save_for_matmul)
 
 
 # With the matmul before it --------------------------------------------------------------------------------------------
@@ -178,12 +180,12 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if not x.is_cuda:
-        return _value(F.linear(x, weight, bias), False)
+        return _compute_gelu(F.linear(x, weight, bias), False)
     from plainvit.models.fast import gelu_kernels
 
     (R, D), M = x.shape, len(weight)
     y = x.new_empty(R, M)
-    tiles = -(-R // PRODUCT["ROWS"]) * -(-M // PRODUCT["COLUMNS"])
+    tiles = math.ceil(R / PRODUCT["ROWS"]) * math.ceil(M / PRODUCT["COLUMNS"])
     programs = min(tiles, torch.cuda.get_device_properties(x.device).multi_processor_count)
     launch: Any = gelu_kernels.linear_gelu[(programs,)]
     with torch.cuda.device_of(x):
@@ -206,8 +208,8 @@ def describe_tiles(x: Tensor, weight: Tensor, y: Tensor, bias: Tensor) -> tuple[
 
     rows, columns, inner = PRODUCT["ROWS"], PRODUCT["COLUMNS"], PRODUCT["INNER"]
     tiles = ((x, rows, inner), (weight, columns, inner), (y, rows, columns // 2))
-    of_x, of_weight, of_y = (TensorDescriptor(t, [*t.shape], [*t.stride()], [*size]) for t, *size in tiles)
-    return of_x, of_weight, bias, of_y
+    tiled_x, tiled_weight, tiled_y = (TensorDescriptor(t, [*t.shape], [*t.stride()], [*size]) for t, *size in tiles)
+    return tiled_x, tiled_weight, bias, tiled_y
 
 
 _linear_gelu = torch.library.custom_op("plainvit::linear_gelu", _linear_then_gelu, mutates_args=())
@@ -234,9 +236,10 @@ def register_decompositions() -> bool:
     try:
         from torch._inductor.decomposition import select_decomp_table
 
-        operators = torch.ops.plainvit
-        formulas = {operators.gelu: _value, operators.gelu_backward: _gradient, operators.gelu_linear: _product}
-        select_decomp_table().update({operator.default: formula for operator, formula in formulas.items()})
+        operators, table = torch.ops.plainvit, select_decomp_table()
+        table[operators.gelu.default] = _compute_gelu
+        table[operators.gelu_backward.default] = _gradient
+        table[operators.gelu_linear.default] = _linear_of_gelu
     except (ImportError, AttributeError):  # a private part of PyTorch, which other versions may not have
         return False
     return True

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from plainvit import device
 from plainvit.config import Model, ViTConfig
+from plainvit.errors import first_line
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.fast import accelerate
 from plainvit.models.fast.fp8 import convert_to_fp8, explain_unsupported
@@ -54,7 +55,7 @@ def list_choices(target: torch.device) -> tuple[Choice, ...]:
 
 def cpu_computes_bf16() -> bool:
     """Whether bf16 is faster than fp32 on this CPU, as measured, and does not crash this process."""
-    return not device.cpu_bf16_refused() and device.measure_cpu().prefers_bf16
+    return not device.is_cpu_bf16_unsafe() and device.measure_cpu().prefers_bf16
 
 
 class InferenceModel(nn.Module):
@@ -172,7 +173,7 @@ def measure(config: Model, batch: int, target: torch.device, extra: tuple[Choice
             call = compile_call(cast_model(plain, choice), choice, "forward")
             difference = (call(images).float() - expected).abs().max()
         except Exception as error:  # no compiler, an old GPU, a compiler bug: the plain model always works
-            log.debug("%s does not run here: %s", choice, (str(error).splitlines() or [""])[0])
+            log.debug("%s does not run here: %s", choice, first_line(error))
             continue
         if difference <= TOLERANCE[choice.precision] * max(expected.std(), 1e-6):
             calls[choice] = call

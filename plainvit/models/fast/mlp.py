@@ -41,9 +41,9 @@ def compiled_mlp(mlp: Mlp, x: Tensor) -> Tensor:
     if mlp.kind == "gelu" and infers_in_bf16(mlp.fc1, x) and fills_gpu(mlp.fc1, x):
         return mlp.fc2(mlp.dropout(gelu.linear_gelu(x, mlp.fc1.weight, mlp.fc1.bias)))
     if mlp.kind in SHORT_GELUS and not mlp.dropout.p and trains_by_kernel(mlp.fc1, mlp.fc2, x):
-        hidden, before = linear_without_bias_gradient(mlp.fc1, x)
-        assert before is not None
-        return gelu.gelu_linear(hidden, mlp.fc2.weight, mlp.fc2.bias, before, tanh=tanh)
+        hidden, hidden_bias = linear_without_bias_gradient(mlp.fc1, x)
+        assert hidden_bias is not None
+        return gelu.gelu_linear(hidden, mlp.fc2.weight, mlp.fc2.bias, hidden_bias, tanh=tanh)
     return mlp.fc2(mlp.dropout(activate(mlp, mlp.fc1(x))))
 
 

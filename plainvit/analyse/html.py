@@ -1,6 +1,6 @@
 """Self-contained HTML pages: offline, responsive, with dark mode and no external resources.
 
-from plainvit.analyse.page import make_section, render_page, table
+from plainvit.analyse.html import make_section, render_page, table
 sizes = table(["class", "images"], [("zero", 178)], numbers=[1])
 render_page("Digits", "Images by class.", [make_section("Classes", "The training images.", sizes)])
 
@@ -24,6 +24,7 @@ from PIL import Image
 
 from plainvit.analyse import figures
 from plainvit.analyse.figures import printable
+from plainvit.config import pluralize
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 CRISP = 64  # pixels along a side; smaller images are shown without smoothing
@@ -217,10 +218,6 @@ def percent(fraction: float, images: float = 0) -> str:
 def points(gap: float) -> str:
     """A difference of fractions in percentage points."""
     return f"{100 * gap:.1f}{SPACE}points"
-
-
-def pluralize(count: float, singular: str, plural: str = "") -> str:
-    return f"{count:,.0f} {singular if count == 1 else plural or singular + 's'}"
 
 
 def describe_unreadable(count: float, image: str) -> str:
