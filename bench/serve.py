@@ -99,7 +99,7 @@ def make_commands(weights: Path, folder: Path) -> dict[str, tuple[list[str], int
     fp32 = ["--precision", "fp32"]
     for name, flags in {"plainvit": [], "fp32": fp32, "torch": [*fp32, "--backend", "torch"]}.items():
         port = find_port()
-        flags = [*flags, "--port", str(port), "--deadline", "60"]
+        flags = [*flags, "--port", str(port), "--deadline", "60", "--no-explain"]
         commands[name] = [sys.executable, "-m", "plainvit", "serve", f"ti={weights}", *flags], port
     for name, code in (("litserve", LITSERVE), ("plain", PLAIN)):
         port = find_port()

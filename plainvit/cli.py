@@ -49,7 +49,7 @@ TASKS: dict[str, dict[str, Command]] = {
         "vtab": vtab.vtab,
     },
     "Understand a model": {"analyse": analyse.analyse},
-    "Export and serve": {"export": serve.export, "serve": serve.serve},
+    "Export and serve": {"export": serve.export, "bench": serve.bench, "serve": serve.serve},
     "Models and weights": {
         "models": models.models,
         "inspect": models.inspect,

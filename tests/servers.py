@@ -12,6 +12,7 @@ from pictures import encode, photo
 
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
+from plainvit.serve.explain import Explainer
 from plainvit.serve.requests import Limits
 from plainvit.serve.server import LOOPBACK, DeadlineServer, bind_port, make_server
 from plainvit.serve.service import Service
@@ -45,10 +46,15 @@ class Running:
 
 @contextlib.contextmanager
 def serving(
-    predictor: Predictor, limits: Limits | None = None, backend: Any = None, token: str = "", name: str = "tiny"
+    predictor: Predictor,
+    limits: Limits | None = None,
+    backend: Any = None,
+    token: str = "",
+    name: str = "tiny",
+    neighbors: str = "",
 ) -> Iterator[Running]:
     limits = limits or Limits()
-    service = Service(name, predictor, limits, backend)
+    service = Service(name, predictor, limits, backend, explainer=Explainer(predictor, neighbors))
     app = Application([service], token=token, hosts=LOOPBACK)
     server, bound = make_server(app, limits), bind_port("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)

@@ -162,6 +162,8 @@ WRONG = {  # command: words that the line must name
     "evaluate A --data B --devices 0": "--devices 0",
     "predict A B --batch 0": "--batch 0",
     "export A --images 1": "--images 2",
+    "weights *mae* --for cpu": "PATTERN --for --task",
+    "bench A --images 0": "--images 1",
 }
 
 
@@ -270,7 +272,7 @@ def test_weights_by_pattern_and_names_in_one_piece(capsys: Capture, monkeypatch:
     for name, entry in json.loads(printed(capsys, "weights", "--json")).items():
         (row,) = [line for line in lines if line.startswith(f"{name} ")]
         assert f" {entry['parameters'] / 1e6:.1f}M " in row
-        assert row.split()[-1].removesuffix("*") == entry["licence"].split()[-1]
+        assert row.split()[-1].removesuffix("*") == entry["license"].split()[-1]
     assert max(map(len, lines)) <= 80
     assert [line.split()[-1] for line in lines[-2:]] == list(TO_START.values())
 

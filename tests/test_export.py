@@ -21,6 +21,7 @@ from plainvit.config import About
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve import export as exports
 from plainvit.serve import formats
+from plainvit.serve.bench import load_photos, measure
 from plainvit.serve.export import DisagreementError, export
 from plainvit.serve.formats import Graph, open_graph, trace_program
 
@@ -71,24 +72,24 @@ def test_exports_equal_pytorch_for_any_batch_size(family: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("form", ["onnx", pytest.param("openvino", marks=pytest.mark.slow)])
 def test_a_file_says_how_to_use_it(form: Any, tmp_path: Path) -> None:
-    """Class names and preprocessing, read by the runtime alone."""
+    """Float input, class names and preprocessing, read by the runtime alone."""
     model = vit(torch.float32, depth=1)
     model.about = About(class_names=tuple(f"ünï {at}" for at in range(7)))
-    (*_, path), _ = export(Predictor(model), noise(model, 2), [form], tmp_path)
+    (*_, path), _ = export(Predictor(model), noise(model, 2), [form], tmp_path, dtype=torch.float32)
     pixels = noise(model, 3)
     if form == "onnx":
         import onnxruntime
 
         session = onnxruntime.InferenceSession(path)
         about = json.loads(session.get_modelmeta().custom_metadata_map["plainvit"])
-        found = session.run(["logits"], {"images": pixels.numpy()})[0]
+        found = session.run(["logits"], {"images": pixels.numpy() / np.float32(255)})[0]
     else:
         import openvino
 
         graph = openvino.Core().read_model(path)
         about = json.loads(graph.get_rt_info("plainvit").value)
         settings = {"INFERENCE_PRECISION_HINT": "f32"}
-        found = openvino.compile_model(graph, "CPU", settings)([pixels.numpy()])["logits"]
+        found = openvino.compile_model(graph, "CPU", settings)([pixels.numpy() / np.float32(255)])["logits"]
     assert about["class_names"] == list(model.about.class_names)
     assert about["preprocess"]["resize"] == "squash"
     assert about["image_size"] == [24, 40]
@@ -110,8 +111,9 @@ def test_what_cannot_be_exported_is_named() -> None:
     with pytest.raises(ValueError, match="Conv2d"):
         trace_program(nn.Conv2d(3, 3, 1))
     model = vit(torch.float32)
-    with pytest.raises(ValueError, match="pt2"):
-        export(Predictor(model), noise(model, 4), ["pt2"], Path("none"), int8=True)
+    for form in ("pt2", "aoti"):
+        with pytest.raises(ValueError, match=form):
+            export(Predictor(model), noise(model, 4), [form], Path("none"), int8=True)
 
 
 def test_int8_quantizes_weights_per_channel_and_keeps_the_worst_layers(
@@ -144,11 +146,21 @@ def test_int8_without_a_head_is_compared_by_its_features(tmp_path: Path) -> None
 def test_int8_of_published_weights_agrees_on_photos(data: str, tmp_path: Path) -> None:
     predictor = Predictor(real_data() / "weights" / "vit_ti16_augreg.safetensors", device="cpu")
     source = exports.find_images("", str(real_data() / data), None)
-    images = exports.load_images(predictor, source, 128)
+    images, _ = exports.load_images(predictor, source, 128)
     _, checks = export(predictor, images, ["onnx", "openvino"], tmp_path, int8=True)
     for check in checks[1:]:
         assert check.interval[1] > 0.95
         assert check.megabytes < 0.5 * checks[0].megabytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_aoti_equals_pytorch(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = vit(torch.float32, depth=1)
+    (path,), checks = export(Predictor(model), noise(model, 5), ["aoti"], tmp_path, dtype=dtype)
+    assert path.name == "model.aoti.pt2"
+    assert checks[1].agreeing == 5
+    assert open_graph(path).about["outputs"] == ["logits", "features"]
 
 
 def test_weights_that_one_onnx_file_cannot_hold_are_written_next_to_it(
@@ -173,9 +185,43 @@ def test_the_command_prints_checks_and_writes_next_to_it(
     assert [check["agreeing"] for check in found["checks"]] == [4, 4]
     main(["export", "model.safetensors", "--out", "compared-on-noise"])
     assert Path("compared-on-noise/model.onnx").is_file()
+    assert "fp32" in capsys.readouterr().out
+    main(["export", "model.safetensors", "--no-verify", "--input", "float", "--out", "unchecked"])
+    assert "fp32" not in capsys.readouterr().out
+    assert open_graph(Path("unchecked/model.onnx")).about["input"] == "floats in [0, 1]"
     for flags in (["--int8"], ["--data", "nothing/"], ["--data", "photos", "--images", "1"]):
         with pytest.raises(SystemExit):
             main(["export", "model.safetensors", *flags])
+
+
+@pytest.mark.slow
+def test_bench_measures_every_format_and_the_accuracy(tmp_path: Path) -> None:
+    model = vit(torch.float32, classes=10)
+    plainvit.save(model, tmp_path / "model.safetensors")
+    predictor = Predictor(tmp_path / "model.safetensors", device="cpu")
+    photos = load_photos(predictor, "digits", None, 40)
+    assert photos is not None
+    held = b"x" * 2**30  # of this process, not of those that are measured
+    rows = measure(predictor, ["torch", "onnx", "onnx int8"], [1, 4], photos, 0.1)
+    assert [(row.format, row.batch) for row in rows] == [(f, b) for f in ("torch", "onnx", "onnx int8") for b in (1, 4)]
+    assert all(0 < row.p50_ms <= row.p99_ms and 50 < row.memory_mb < len(held) / 1e6 for row in rows)
+    right = predictor.logits(photos.images).argmax(1).numpy()[:, None] == photos.targets
+    assert rows[0].top1 == rows[2].top1 == right.any(1).mean()
+
+
+def test_bench_without_photos_measures_speed_but_not_int8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plainvit.save(vit(torch.float32, depth=1), tmp_path / "model.safetensors")
+    command = ["bench", "model.safetensors", "--format", "torch", "--batches", "2", "--seconds", "0.01"]
+    main([*command, "--json"])
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["format"], row["batch"], row["top1"]) == ("torch", 2, None)
+    assert 0 < row["p50_ms"] <= row["p99_ms"]
+    with pytest.raises(SystemExit):
+        main([*command, "--format", "onnx", "--int8"])
+    assert "--data" in capsys.readouterr().err
 
 
 IMPORTS = """import socket, sys

@@ -197,8 +197,8 @@ def test_numbers_in_csv_are_not_escaped(tmp_path: Path) -> None:
         ("predict WEIGHTS photos --address auto", 2, "--engine ray"),
         ("predict WEIGHTS digits", 2, "--out"),
         ("embed WEIGHTS photos --out r.jsonl", 2, ".npz"),
-        ("predict no-such-model photos --sheet s.txt", 2, ".png"),  # before any work
-        ("predict no-such-model photos --sheet no/s.png", 2, "folder"),
+        ("predict no-such-model photos --contact-sheet s.txt", 2, ".png"),  # before any work
+        ("predict no-such-model photos --contact-sheet no/s.png", 2, "folder"),
     ],
 )
 @pytest.mark.usefixtures("photos")
@@ -223,14 +223,14 @@ def test_the_contact_sheet_shows_the_images(weights: Path, tmp_path: Path, capsy
     plain = {f"{name}.png": encode(Image.new("RGB", (60, 60), name)) for name in ("red", "lime", "blue")}
     plant(tmp_path / "in", {**plain, "zz.png": b"broken"})
     for extra in ([], ["--out", str(tmp_path / "r.csv")]):
-        main(["predict", str(weights), str(tmp_path / "in"), "--sheet", str(tmp_path / "sheet.png"), *extra])
+        main(["predict", str(weights), str(tmp_path / "in"), "--contact-sheet", str(tmp_path / "sheet.png"), *extra])
         with Image.open(tmp_path / "sheet.png") as sheet:
             pixels = np.array(sheet.convert("RGB")).reshape(-1, 3)
         for color in ((255, 0, 0), (0, 255, 0), (0, 0, 255)):
             assert (pixels == color).all(1).sum() > 5_000
         out, err = capsys.readouterr()
         printed = out.replace("\n", "").replace(" ", "")
-        assert printed.endswith(f"sheet:{tmp_path / 'sheet.png'}")
+        assert printed.endswith(f"contactsheet:{tmp_path / 'sheet.png'}")
         assert ("1 of 4" in err) == (not extra)
         assert ("14of36validationimages" in printed) == bool(extra)  # once there are results
         (tmp_path / "results.json").write_text(json.dumps({"val": {"images": 36, "top1": 14 / 36}}))

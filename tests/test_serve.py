@@ -38,7 +38,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import FILES, Application
 from plainvit.serve.batcher import Batcher, DeadlineError
 from plainvit.serve.requests import Limits
-from plainvit.serve.server import TOKEN, bind_port, check_access, make_server, split_name
+from plainvit.serve.server import TOKEN, bind_port, check_access, load_app, make_server, split_name
 from plainvit.serve.service import Service
 
 HOSTILE = "<script>alert(1)</script>"
@@ -118,13 +118,23 @@ def test_explain_gives_maps_of_every_layer_and_head(server: Running) -> None:
     assert server.post("/explain?class=7", content=photos(1)[0]).status_code == 400
 
 
+def test_explanations_can_be_turned_off(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = load_app([str(predictor.source)], Limits(), backend="torch", device="cpu", no_explain=True)
+    (service,) = app.services.values()
+    assert service.explainer is None
+    with serving(predictor) as running:
+        monkeypatch.setattr(running.service, "explainer", None)
+        assert running.post("/explain", content=photos(1)[0]).status_code == 404
+        assert running.post(content=photos(1)[0]).is_success
+
+
 def test_an_explanation_past_its_deadline_gets_503(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     with serving(predictor, Limits(deadline=0.5)) as running:
         monkeypatch.setattr(running.service.explainer, "explain", lambda *_: gate.wait(60))
         response = running.post("/explain", content=photos(1)[0])
         gate.set()
-    assert (response.status_code, running.app.explaining) == (503, 0)
+    assert (response.status_code, running.app.active_explanations) == (503, 0)
 
 
 def test_a_bad_image_fails_alone(server: Running, predictor: Predictor) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pictures import plant
 from servers import photos, serving
 from tiny import vit
 
@@ -215,3 +216,42 @@ def test_confidence_is_that_of_the_evaluated_photos_with_the_nearest_probability
     confidence = Explainer(predictor).describe_confidence(probability)
     assert confidence
     assert (confidence["of"], confidence["right"]) == (25, sum(row["right"] for row in nearest))
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of eight photos in two classes, of which one has a hostile name."""
+    folder = tmp_path_factory.mktemp("data")
+    names = ("a", HOSTILE.replace("/", ""))
+    plant(folder, {f"{names[at % 2]}/{at}.png": one for at, one in enumerate(photos(8, "PNG"))})
+    return str(folder)
+
+
+def test_the_nearest_training_photos_are_the_most_similar(
+    predictor: Predictor, training: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    some, explainer = photos(8, "PNG"), Explainer(predictor, training)
+    features = torch.nn.functional.normalize(predictor.features(predictor.stack(some)), dim=-1)
+    expected = (features @ features[3]).sort(descending=True)
+    found = explainer.find_neighbors(predictor.load_image(some[3]))
+    assert [one["label"] for one in found] == [("a", HOSTILE)[at % 2] for at in expected.indices[:6].tolist()]
+    assert [one["similarity"] for one in found] == pytest.approx(expected.values[:6].tolist(), abs=1e-5)
+
+
+def test_the_page_shows_the_nearest_training_photos(
+    browser: Any, predictor: Predictor, training: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with serving(predictor, neighbors=training) as server:
+        visit = Visit(browser, server.address, viewport={"width": 390, "height": 800})
+        visit.give(photos(1))
+        page, expected = visit.page, server.service.explainer.find_neighbors(predictor.load_image(photos(1)[0]))
+        assert page.locator("#neighbors bdi").all_inner_texts() == [one["label"] for one in expected]
+        assert f"similarity {expected[0]['similarity']:.2f}" in page.inner_text("#neighbors li")
+        sizes = page.evaluate("[...document.querySelectorAll('#neighbors img')].map((one) => one.naturalWidth)")
+        assert len(sizes) == 6
+        assert all(sizes)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.title() == "plainvit"
+        visit.close(server.address)

@@ -466,7 +466,7 @@ def test_published_weights_equal_timms_table(name: str) -> None:
     assert model in timm.list_pretrained()
     published = timm.models.get_pretrained_cfg(model)
     assert published.hf_hub_id in (entry.hub, "timm/")
-    assert entry.licence == published.license
+    assert entry.license == published.license
     assert name.endswith(f"_{published.input_size[-1]}")
 
 

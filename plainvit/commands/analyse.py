@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from plainvit.commands.parsing import DataRoot, Device, Model, PixelFlags, given_pixel_flags, print_result
+from plainvit.commands.parsing import DataRoot, Device, Model, PixelFlags, collect_pixel_flags, print_result
 
 
 def analyse(
@@ -37,7 +37,7 @@ def analyse(
 
     options = {"split": split, "data_root": str(data_root or ""), "count": count, "device": device, "quiet": json}
     try:
-        files = analyse_model(model, data, out or "", **options, **given_pixel_flags(pixels))
+        files = analyse_model(model, data, out or "", **options, **collect_pixel_flags(pixels))
     except UnreachableError as error:
         own = "plainvit train pixels --out runs/px, then plainvit analyse runs/px"
         raise ValueError(f"{error}; or analyse a model that you train: {own}") from error

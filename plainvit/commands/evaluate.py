@@ -11,7 +11,7 @@ from plainvit.commands.parsing import (
     Model,
     Processes,
     TextHead,
-    given_pixel_flags,
+    collect_pixel_flags,
     print_result,
 )
 
@@ -49,7 +49,7 @@ def evaluate(
     from plainvit.analyse.evaluation import evaluate_model, summary_table
     from plainvit.runtime.folder import replace_non_finite
 
-    changes = given_pixel_flags(flags)
+    changes = collect_pixel_flags(flags)
     if text_head is not None:
         changes["text_head"] = str(text_head)  # for plainvit.load
     evaluation = evaluate_model(

@@ -10,7 +10,7 @@ from plainvit.commands.parsing import (
     Model,
     PixelFlags,
     TextHead,
-    given_pixel_flags,
+    collect_pixel_flags,
     print_result,
 )
 
@@ -64,14 +64,14 @@ def inspect(
     from plainvit.names import is_model
 
     if is_model(model) and not Path(model).exists():
-        given = given_pixel_flags(pixels) | ({} if heads is None else {"heads": heads})
+        given = collect_pixel_flags(pixels) | ({} if heads is None else {"heads": heads})
         if given:
             flag = next(iter(given))
             raise ValueError(f"--{flag} requires a weights file, {model} is the name of a model: remove it")
         report = inspection.trace_model(model, 224 if image_size is None else image_size, seed)
         print_result(report, None if json else inspection.trace_table(report))
         return
-    described = inspection.describe_weights(model, heads=heads, image_size=image_size, **given_pixel_flags(pixels))
+    described = inspection.describe_weights(model, heads=heads, image_size=image_size, **collect_pixel_flags(pixels))
     print_result(described, None if json else inspection.weights_table(described))
 
 
@@ -105,7 +105,7 @@ def convert(
     from plainvit.weights import convert as convert_weights
 
     settings = {"heads": heads, "image_size": image_size, "classes": classes, "text_head": text_head}
-    settings |= given_pixel_flags(pixels)
+    settings |= collect_pixel_flags(pixels)
     written = convert_weights(model, target, format, drop, **settings)
     if json:
         print_result({"path": str(written), "format": format}, None)
@@ -121,14 +121,14 @@ def weights(
     task: Literal["features", "finetune", "dense"] | None = None,
     json: Json = False,
 ) -> None:
-    """List published weights: size, licence, reported accuracy, and which to start from.
+    """List published weights: size, license, reported accuracy, and which to start from.
 
     Use a name wherever weights are expected: plainvit finetune --init NAME, plainvit.load(NAME).
     The weights are downloaded from the Hugging Face hub when they are first used.
 
     A name is MODEL_RECIPE_DATA_PIXELS: vit_b16_augreg_i21k_i1k_224 is a ViT-B/16 that AugReg pre-trained on
     ImageNet-21k (i21k) and fine-tuned on ImageNet (i1k) at 224 px. top-1 and ReaL (accuracy with the corrected
-    multi-label annotations) are percentages from timm's results files; an empty field means not reported. A licence
+    multi-label annotations) are percentages from timm's results files; an empty field means not reported. A license
     that does not allow every use is marked with *.
 
     Args:
@@ -143,13 +143,15 @@ def weights(
     from plainvit.weights.published import PUBLISHED, RECOMMENDED
 
     if for_ or task:
+        if pattern != "*":
+            raise ValueError("PATTERN cannot be combined with --for or --task: remove one")
         rows = [
-            {"for": key[0], "task": key[1], "name": name, "reason": reason}
-            for key, (name, reason) in RECOMMENDED.items()
-            if for_ in (None, key[0]) and task in (None, key[1])
+            {"for": machine, "task": purpose, "name": name, "reason": reason}
+            for (machine, purpose), (name, reason) in RECOMMENDED.items()
+            if (for_ is None or for_ == machine) and (task is None or task == purpose)
         ]
-        shown = "\n".join(f"{row['for']} {row['task']}: {row['name']}\n  {row['reason']}" for row in rows)
-        print_result(rows, None if json else shown)
+        lines = [f"{row['for']} {row['task']}: {row['name']}\n  {row['reason']}" for row in rows]
+        print_result(rows, None if json else "\n".join(lines))
         return
     entries = {name: entry for name, entry in PUBLISHED.items() if fnmatchcase(name, pattern)}
     if not entries:
@@ -167,12 +169,12 @@ def _make_table(entries: "dict[str, Published]") -> "Group":
     table.add_column("name", style="cyan", no_wrap=True)
     for title in ("params", "MB", "top-1", "ReaL"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("licence", overflow="fold")
+    table.add_column("license", overflow="fold")
     for name, entry in entries.items():
         numbers = ["" if value is None else f"{value:.2f}" for value in (entry.top1, entry.real)]
         millions = entry.parameters / 1e6
-        licence = f"{entry.licence}*" if entry.restriction else entry.licence
-        table.add_row(name, f"{millions:.1f}M", f"{4 * millions:,.0f}", *numbers, licence)
+        mark = "*" if entry.restriction else ""
+        table.add_row(name, f"{millions:.1f}M", f"{4 * millions:,.0f}", *numbers, f"{entry.license}{mark}")
     terms = "*: not for every use (cc-by-nc: non-commercial; others: the authors' own terms)"
     real = "ReaL: top-1 with the corrected, multi-label annotations of ImageNet"
     start = [f"to fine-tune with a {machine}: {name}" for machine, name in TO_START.items()]

@@ -72,7 +72,7 @@ class InferenceFlags(PixelFlags):
         return None if self.workers < 0 else self.workers
 
 
-def given_pixel_flags(flags: PixelFlags) -> dict[str, Any]:
+def collect_pixel_flags(flags: PixelFlags) -> dict[str, Any]:
     """The flags that were given, as arguments of `load`."""
     values = {name: getattr(flags, name) for name in PixelFlags.__dataclass_fields__}
     given = {name: value for name, value in values.items() if value not in (None, ())}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 from plainvit.commands import parsing
-from plainvit.commands.parsing import ClassNames, Model, given_pixel_flags, print_result
+from plainvit.commands.parsing import ClassNames, Model, collect_pixel_flags, print_result
 
 if TYPE_CHECKING:
     from plainvit.data.sources import Source
@@ -39,7 +39,7 @@ def predict(
     *,
     out: Path | None = None,
     top: int | None = None,
-    sheet: Path | None = None,
+    contact_sheet: Path | None = None,
     class_names: ClassNames = None,
     flags: InferenceFlags,
     force: Force = False,
@@ -54,7 +54,7 @@ def predict(
     Args:
         out: Write the rows to this .jsonl, .csv or .parquet file
         top: Number of classes per image; default: 5, or all if there are fewer
-        sheet: Draw up to 96 of the images with their predictions into this PNG file
+        contact_sheet: Draw up to 96 of the images with their predictions into this PNG file
         json: Print JSON: one line per image or, with --out, a summary
     """
     from plainvit.evaluate import outputs
@@ -62,13 +62,13 @@ def predict(
 
     if top is not None and top < 1:
         raise ValueError(f"--top must be at least 1, got {top}")
-    for path, kinds in ((out, outputs.ROW_FORMATS), (sheet, (".png",))):
+    for path, kinds in ((out, outputs.ROW_FORMATS), (contact_sheet, (".png",))):
         if path:
             outputs.check_out(path, kinds)
     stdout = sys.stdout
     with _open_job(model, inputs, top, flags, class_names) as (job, source, engine):
         drawn: list[int] = []
-        if sheet:
+        if contact_sheet:
             from plainvit.analyse.gallery import choose_evenly
 
             drawn = choose_evenly(len(source)).tolist()
@@ -76,18 +76,17 @@ def predict(
             summary, rows = write(job, source, out, engine=engine, force=force, quiet=json, keep=drawn)
             drawn_rows = rows
         else:
-            keep = bool(sheet) or not json
+            keep = bool(contact_sheet) or not json
             summary, rows = _predict_rows(job, source, engine, stdout if json else None, keep=keep)
             drawn_rows = [rows[index] for index in drawn]
-    if sheet:
-        from plainvit.analyse.figures import save
-        from plainvit.analyse.gallery import contact_sheet
+    if contact_sheet:
+        from plainvit.analyse import figures, gallery
 
-        save(contact_sheet(source, drawn, drawn_rows), sheet)
+        figures.save(gallery.contact_sheet(source, drawn, drawn_rows), contact_sheet)
     accuracy = describe_accuracy_of_run(model)
     notes = [f"{model}: {accuracy}"] if accuracy else []
-    if sheet:
-        notes.append(f"sheet: {sheet}")
+    if contact_sheet:
+        notes.append(f"contact sheet: {contact_sheet}")
     if out:
         _print_summary(summary, json, notes)
     elif not json and summary.unreadable < summary.images:
@@ -149,7 +148,7 @@ def _open_job(
             engine = stack.enter_context(cluster.connect_cluster(flags.address, device))
             device, precision = "cpu", engine.precision(precision)  # the model is loaded here and runs on the cluster
         settings: dict[str, Any] = {"image_size": flags.image_size, "batch": flags.batch, "class_names": class_names}
-        predictor = Predictor(model, device=device, precision=precision, **settings | given_pixel_flags(flags))
+        predictor = Predictor(model, device=device, precision=precision, **settings | collect_pixel_flags(flags))
         yield PredictionJob(predictor, min(5, predictor.classes) or 1 if top is None else top), source, engine
 
 

@@ -4,7 +4,7 @@ import json as _json
 from pathlib import Path
 from typing import Literal
 
-from plainvit.commands.parsing import InferenceFlags, Model, check_output_file, given_pixel_flags, print_result
+from plainvit.commands.parsing import InferenceFlags, Model, check_output_file, collect_pixel_flags, print_result
 from plainvit.config import Probes
 
 
@@ -40,7 +40,7 @@ def probe(
     if no_cache and cache:
         raise ValueError("--cache and --no-cache cannot be combined: remove one of them")
     check_output_file("--out", out)
-    options = {"image_size": flags.image_size, "batch": flags.batch} | given_pixel_flags(flags)
+    options = {"image_size": flags.image_size, "batch": flags.batch} | collect_pixel_flags(flags)
     predictor = Predictor(model, device=flags.device, precision=flags.precision, **options)
     folder = None if no_cache else cache or features.default_cache()
     options = {"data_root": flags.data_root, "cache": folder, "workers": flags.processes, "quiet": json}

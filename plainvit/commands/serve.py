@@ -1,8 +1,8 @@
-"""Export and serve a model: export, serve."""
+"""Export, measure and serve a model: export, bench, serve."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from plainvit.commands.parsing import (
     DataRoot,
@@ -11,18 +11,23 @@ from plainvit.commands.parsing import (
     Json,
     Model,
     PixelFlags,
-    given_pixel_flags,
+    collect_pixel_flags,
     print_result,
 )
+
+if TYPE_CHECKING:
+    from plainvit.evaluate.predictor import Predictor
 
 
 def export(
     model: Model,
     /,
     *,
-    format: tuple[Literal["onnx", "openvino", "pt2"], ...] = ("onnx",),  # noqa: A002 - the flag's name
+    format: tuple[Literal["onnx", "openvino", "pt2", "aoti"], ...] = ("onnx",),  # noqa: A002 - the flag's name
     out: Path | None = None,
+    input: Literal["uint8", "float"] = "uint8",  # noqa: A002 - the flag's name
     int8: bool = False,
+    no_verify: bool = False,
     data: str = "",
     data_root: DataRoot = None,
     images: int = 256,
@@ -30,7 +35,7 @@ def export(
     pixels: PixelFlags,
     json: Json = False,
 ) -> None:
-    """Write a model for ONNX Runtime, OpenVINO or torch.export, compared with PyTorch.
+    """Write a model for ONNX Runtime, OpenVINO, torch.export or AOTInductor, compared with PyTorch.
 
     An export is one graph for any batch size that includes the normalization; class names and preprocessing are in its
     metadata. Both models run on the same photos, or on random images without --data and a run. If the outputs differ,
@@ -38,33 +43,100 @@ def export(
     compares the other half.
 
     Args:
-        format: Formats to write; pt2 is that of torch.export
+        format: Formats to write; pt2: torch.export; aoti: AOTInductor, for machines like this one, needs a C++ compiler
         out: Output folder; default: RUN/exports, or exports/NAME
+        input: Type of the input images: uint8, or floats in [0, 1]
         int8: Quantize weights and activations to 8 bits (onnx and openvino)
+        no_verify: Write without comparing the outputs
         data: Photos to compare on: a folder, glob or dataset; default: the test images of the run
         images: Number of photos, spread over the data
     """
+    import torch
     from rich.console import Group
     from rich.text import Text
 
-    from plainvit.evaluate.predictor import Predictor
     from plainvit.serve import export as exports
 
     if images < 2:
         raise ValueError(f"--images must be at least 2, got {images}")
-    source = exports.find_images(model, data, data_root)  # before the model, which is slower
+    source = None
+    if int8 or not no_verify:
+        source = exports.find_images(model, data, data_root)  # before the model, which is slower
     if int8 and source is None:
         raise ValueError("--int8 needs photos to measure activations on: name a folder or a dataset with --data")
-    options = {"device": "cpu", "precision": "fp32", "image_size": image_size}
-    predictor = Predictor(model, **options, **given_pixel_flags(pixels))
-    compared = exports.make_noise(predictor) if source is None else exports.load_images(predictor, source, images)
-    folder = out or exports.default_folder(model)
-    written, checks = exports.export(predictor, compared, format, folder, int8=int8)
+    predictor = _load(model, image_size, pixels)
+    loaded = exports.make_noise(predictor) if source is None else exports.load_images(predictor, source, images)[0]
+    folder, dtype = out or exports.choose_folder(model), torch.uint8 if input == "uint8" else torch.float32
+    written, checks = exports.export(predictor, loaded, format, folder, dtype=dtype, int8=int8, verify=not no_verify)
     if json:
         print_result({"written": list(map(str, written)), "checks": list(map(vars, checks))}, None)
         return
     lines = Text("\n".join(f"written: {path}" for path in written))
-    print_result(None, Group(exports.table(checks), lines))
+    print_result(None, Group(exports.table(checks), lines) if checks else lines)
+
+
+def _load(model: str, image_size: int | None, pixels: PixelFlags) -> "Predictor":
+    from plainvit.evaluate.predictor import Predictor
+
+    return Predictor(model, device="cpu", precision="fp32", image_size=image_size, **collect_pixel_flags(pixels))
+
+
+def bench(
+    model: Model,
+    /,
+    *,
+    format: tuple[Literal["torch", "onnx", "openvino", "pt2", "aoti"], ...] = ("torch", "onnx", "openvino"),  # noqa: A002
+    int8: bool = False,
+    batches: tuple[int, ...] = (1, 8, 32),
+    seconds: float = 3.0,
+    data: str = "",
+    data_root: DataRoot = None,
+    images: int = 256,
+    image_size: ImageSize = None,
+    pixels: PixelFlags,
+    json: Json = False,
+) -> None:
+    """Measure latency, speed, memory and accuracy of a model in several formats on this machine.
+
+    The latency is that of one batch: median and 99th percentile. Each format runs in its own process.
+
+    Args:
+        format: Formats to measure
+        int8: Also measure int8 for onnx and openvino; needs --data or a run
+        batches: Batch sizes
+        seconds: Time to measure each format at each batch size
+        data: Labeled photos for the accuracy: a folder or a dataset; default: the test images of the run
+        images: Number of photos, spread over the data
+    """
+    from plainvit.serve import bench as measurements
+    from plainvit.serve.export import INT8_FORMATS
+
+    for flag, given in {"--batches": min(batches), "--images": images}.items():
+        if given < 1:
+            raise ValueError(f"{flag} must be at least 1, got {given}")
+    if seconds <= 0:
+        raise ValueError(f"--seconds must be above 0, got {seconds:g}")
+    predictor = _load(model, image_size, pixels)
+    photos = measurements.load_photos(predictor, data, data_root, images)
+    formats: list[str] = list(format)
+    if int8:
+        formats += [f"{kind} int8" for kind in format if kind in INT8_FORMATS]
+    rows = measurements.measure(predictor, formats, batches, photos, seconds)
+    print_result([vars(row) for row in rows], None if json else measurements.table(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """Options of `plainvit.serve.server.load_app`."""
+
+    #: Library that runs the model; auto measures the installed ones and takes the fastest
+    backend: Literal["auto", "torch", "onnx", "openvino"] = "auto"
+    #: Precision of the computation; auto: bf16 on a GPU, and on a CPU if it agrees with fp32 and is faster
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    device: Device = "auto"
+    neighbors: str = ""  # Training photos for "nearest training photos" on the page: a folder or a dataset
+    data_root: DataRoot = None
+    no_explain: bool = False  # Turn off /explain (attention maps) and the field confidence of /predict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +157,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     no_auth: bool = False,
-    backend: Literal["auto", "torch", "onnx", "openvino"] = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
-    device: Device = "auto",
+    flags: ServerFlags,
     limits: LimitFlags,
 ) -> None:
     """Serve models over HTTP, with a web page to try them: POST /predict, /embed and /explain.
@@ -101,8 +171,6 @@ def serve(
         host: IP address to listen on; 0.0.0.0 for all
         port: TCP port
         no_auth: Allow another --host without a token: anybody who can connect may use the server
-        backend: Library that runs the model; auto measures the installed ones and takes the fastest
-        precision: Precision of the computation; auto: bf16 on a GPU, and on a CPU if it agrees with fp32 and is faster
     """
     from plainvit.serve import require
 
@@ -115,5 +183,4 @@ def serve(
 
     token, hosts = server.check_access(host, no_auth)
     with server.bind_port(host, port) as bound:
-        options = {"backend": backend, "precision": precision, "device": device, "token": token, "hosts": hosts}
-        server.run(bound, models, Limits(**vars(limits)), **options)
+        server.run(bound, models, Limits(**vars(limits)), token=token, hosts=hosts, **vars(flags))

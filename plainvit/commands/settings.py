@@ -24,7 +24,7 @@ def configure_run(command: str, name: str, given: Settings, *, quiet: bool = Fal
     if model and not start.init:
         changes["image_size"] = 0  # it is part of the model now
     for part, values in nested.items():
-        current = getattr(config, part) or _implied_preprocess(start, command)
+        current = getattr(config, part) or _infer_preprocess(start, command)
         changes[part] = current.replace(**values)
     return config.replace(model=model, **changes)
 
@@ -104,7 +104,7 @@ def _name_flags(settings: Collection[str]) -> Iterator[None]:
         raise ValueError(f"--model.{name.replace('_', '-')} {problem}") from error
 
 
-def _implied_preprocess(start: Config, command: str) -> Preprocess:
+def _infer_preprocess(start: Config, command: str) -> Preprocess:
     """The preprocessing of a config that has none: that of init, or the default. A plan does not depend on it."""
     if not start.init or command == "plan":
         return Preprocess()

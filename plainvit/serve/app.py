@@ -32,7 +32,7 @@ from plainvit.serve.service import OverloadError, Service, lower_priority
 PAGE = Path(__file__).with_name("page")
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/openapi.json": "openapi.json"}
 OPEN = ("/", "/page.css", "/page.js", "/healthz", "/readyz")  # no data of the model: they need no token
-MAX_EXPLAINING = 4  # requests to /explain that wait; each needs a backward pass
+MAX_EXPLANATIONS = 4  # requests to /explain at a time; each needs a backward pass
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "media-src 'self' blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -68,7 +68,7 @@ class Application:
     def __init__(self, services: Sequence[Service], *, token: str = "", hosts: Sequence[str] = ()) -> None:
         self.services = {service.name: service for service in services}
         self.metrics = services[0].metrics
-        self.explaining = 0  # requests to /explain that wait
+        self.active_explanations = 0
         self.explainer_thread = ThreadPoolExecutor(1, "explain", lower_priority)
         self.token, self.hosts = token.encode(), hosts
         self.routes: dict[str, tuple[str, Handler]] = {
@@ -167,16 +167,21 @@ class Application:
             {"label": names[index], "probability": value, "class": index}
             for value, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
-        confidence = service.explainer.describe_confidence(predictions[0]["probability"])
-        return {"predictions": predictions} | ({"confidence": confidence} if confidence else {})
+        entry: dict[str, Any] = {"predictions": predictions}
+        if service.explainer is not None:
+            confidence = service.explainer.describe_confidence(predictions[0]["probability"])
+            entry |= {"confidence": confidence} if confidence else {}
+        return entry
 
     async def explain(self, request: Request) -> Response:
         service = self.find_service(request)
-        if self.explaining >= MAX_EXPLAINING:
+        if service.explainer is None:
+            raise HTTPException(404, "explanations are turned off on this server")
+        if self.active_explanations >= MAX_EXPLANATIONS:
             raise OverloadError
         label = _parse_number(request, "class", 0, service.predictor.classes - 1)  # None: the predicted class
         deadline = time.monotonic() + service.limits.deadline
-        self.explaining += 1
+        self.active_explanations += 1
         try:
             photos = await read_photos(request, service.limits)
             if len(photos) > 1:
@@ -188,7 +193,7 @@ class Application:
         except TimeoutError as error:
             raise DeadlineError from error
         finally:
-            self.explaining -= 1
+            self.active_explanations -= 1
         return JSONResponse({"model": service.name, **explanation})
 
     async def list_models(self, _: Request) -> Response:

@@ -26,7 +26,7 @@ from plainvit.disk import make_folder, run_folder, run_settings, sync_folder, wr
 from plainvit.evaluate import inputs
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
-from plainvit.serve import require
+from plainvit.serve import make_table, require
 from plainvit.serve.formats import MODULES, SUFFIXES, Format, Graph, describe, open_graph, trace_program, write_graph
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4  # of logits; relative for those above 1
 MIN_AGREEMENT = 0.9  # fraction of images on which an int8 export must agree with PyTorch
 MIN_COSINE = 0.98  # similarity of features that agree; int8 features of ViT-Ti/16 have 0.99 and more
+INT8_FORMATS = ("onnx", "openvino")
 BATCH = 16
 
 
@@ -72,17 +73,18 @@ def find_images(source: str | Path, data: str, data_root: str | Path | None) -> 
     return choose_split(source, stored["data"], "", data_root or stored.get("data_root"))
 
 
-def load_images(predictor: Predictor, source: Source, count: int) -> Tensor:
-    """Up to `count` readable images, spread evenly over the source: uint8 [N, 3, H, W]."""
-    images, reason = [], ""
+def load_images(predictor: Predictor, source: Source, count: int) -> tuple[Tensor, list[int]]:
+    """Up to `count` readable images, spread evenly over the source: uint8 [N, 3, H, W], and their positions."""
+    images, positions, reason = [], [], ""
     for index in np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(int).tolist():
         try:
             images.append(predictor.load_image(source.read(index)))
+            positions.append(index)
         except (ImageError, OSError) as error:
             reason = f"{source.name(index)}: {error}"
     if not images:
         raise DataError(f"no image of {source.spec or 'the data'} can be read: {reason}")
-    return torch.stack(images)
+    return torch.stack(images), positions
 
 
 def make_noise(predictor: Predictor) -> Tensor:
@@ -92,23 +94,33 @@ def make_noise(predictor: Predictor) -> Tensor:
 
 
 def export(
-    predictor: Predictor, images: Tensor, formats: Sequence[Format], folder: Path, *, int8: bool = False
+    predictor: Predictor,
+    images: Tensor,
+    formats: Sequence[Format],
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.uint8,
+    int8: bool = False,
+    verify: bool = True,
 ) -> tuple[list[Path], list[Check]]:
-    """Writes each format into the folder, if it agrees with PyTorch on the images.
+    """Writes each format, for input images of `dtype`; with `verify` only if it agrees with PyTorch on `images`.
 
     int8 exports are calibrated on every second image and compared on the others.
     """
-    if int8 and "pt2" in formats:
-        raise ValueError("--int8 is not supported for --format pt2: use onnx or openvino")
+    for kind in formats:
+        if int8 and kind not in INT8_FORMATS:
+            raise ValueError(f"--int8 is not supported for --format {kind}: use {' or '.join(INT8_FORMATS)}")
     if int8 and len(images) < 2:
         raise ValueError("--int8 needs at least two images: one half calibrates, the other is compared")
     for kind in formats:
         require("export", *MODULES[kind])
     calibration, compared = (images[::2], images[1::2]) if int8 else (images[:0], images)
     make_folder(folder)
-    about, program = describe(predictor), trace_program(predictor.model)
-    size = sum(weight.nbytes for weight in predictor.model.parameters())
-    written, checks = [], [_check(predictor, predictor, compared, "torch fp32", size)]
+    about, program = describe(predictor, dtype), trace_program(predictor.model, dtype)
+    written, checks = [], []
+    if verify:
+        size = sum(weight.nbytes for weight in predictor.model.parameters())
+        checks.append(_check(predictor, predictor, compared, "torch fp32", size))
     for kind in formats:
         with TemporaryDirectory(dir=folder, prefix=".export-") as temporary:
             file = Path(temporary) / f"model{'.int8' if int8 else ''}{SUFFIXES[kind]}"
@@ -118,10 +130,11 @@ def export(
                 write_int8(program, calibration, file, kind, about)
             else:
                 write_graph(program, file, kind, about)
-            size = sum(part.stat().st_size for part in file.parent.iterdir())
-            name = f"{kind} {'int8' if int8 else 'fp32'}"
-            checks.append(_check(predictor, open_graph(file), compared, name, size))
-            _require_agreement(checks[-1], int8)
+            if verify:
+                size = sum(part.stat().st_size for part in file.parent.iterdir())
+                name = f"{kind} {'int8' if int8 else 'fp32'}"
+                checks.append(_check(predictor, open_graph(file), compared, name, size))
+                _require_agreement(checks[-1], int8)
             written += _move(file, folder)
     return written, checks
 
@@ -167,7 +180,7 @@ def _require_agreement(check: Check, int8: bool) -> None:
     if int8 and check.agreeing < MIN_AGREEMENT * check.images:
         raise DisagreementError(
             f"{check.name} agrees with PyTorch on {check.agreeing} of {check.images} images, below "
-            f"{MIN_AGREEMENT:.0%}: it is not written; use more or other images with --data"
+            f"{MIN_AGREEMENT:.0%}: it is not written; use more or other images with --data, or --no-verify"
         )
     if not int8 and not check.difference <= check.tolerance:
         raise DisagreementError(
@@ -185,7 +198,7 @@ def time_call(call: Callable[[], object], min_seconds: float) -> list[float]:
     return times
 
 
-def default_folder(source: str | Path) -> Path:
+def choose_folder(source: str | Path) -> Path:
     """RUN/exports for a run, exports/NAME for other weights."""
     if run_settings(source):
         return run_folder(source) / "exports"
@@ -193,20 +206,19 @@ def default_folder(source: str | Path) -> Path:
 
 
 def table(checks: Sequence[Check]) -> "Table":
-    from rich.table import Table
-
-    table = Table("format", box=None, pad_edge=False, header_style="bold")
-    for name in ("MB", "largest difference", "same top-1", "95 % interval", "images/s", "ms per image"):
-        table.add_column(name, justify="right")
+    rows = []
     for check in checks:
         low, high = (f"{100 * end:.1f}" for end in check.interval)
-        table.add_row(
-            check.name,
-            f"{check.megabytes:.1f}",
-            f"{check.difference:.1e}",
-            f"{check.agreeing} of {check.images}",
-            f"{low}-{high} %",
-            f"{check.images_per_second:.1f}",
-            f"{check.milliseconds:.1f}",
+        rows.append(
+            [
+                check.name,
+                f"{check.megabytes:.1f}",
+                f"{check.difference:.1e}",
+                f"{check.agreeing} of {check.images}",
+                f"{low}-{high} %",
+                f"{check.images_per_second:.1f}",
+                f"{check.milliseconds:.1f}",
+            ]
         )
-    return table
+    columns = ["format", "MB", "largest difference", "same top-1", "95 % interval", "images/s", "ms per image"]
+    return make_table(columns, rows)

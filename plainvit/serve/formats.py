@@ -5,9 +5,9 @@
     graph = open_graph(Path("model.onnx"))
     graph.logits(images)                      # the methods that the batcher calls on a Predictor
 
-A graph takes uint8 images [B, 3, H, W] for any B; the normalization is inside. Its outputs are `logits` [B, K], where
-the model has a head, and `features` [B, D]. Class names and preprocessing are in the metadata.
-pt2 files are loaded by PyTorch's own code, which trusts them: open only those that you wrote.
+A graph takes images [B, 3, H, W], uint8 or floats in [0, 1], for any B; the normalization is inside. Its outputs are
+`logits` [B, K], where the model has a head, and `features` [B, D]. Class names and preprocessing are in the metadata.
+pt2 and aoti files are loaded by PyTorch's own code, which trusts them: open only those that you wrote.
 """
 
 import contextlib
@@ -34,16 +34,18 @@ from plainvit.models.resnet import StdConv
 from plainvit.models.vit import attention_weights
 from plainvit.serve import require
 
-Format = Literal["onnx", "openvino", "pt2"]
-SUFFIXES: dict[str, str] = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
+Format = Literal["onnx", "openvino", "pt2", "aoti"]
+SUFFIXES: dict[str, str] = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "aoti": ".aoti.pt2"}
 MODULES: dict[str, tuple[str, ...]] = {  # that write and run a format
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "openvino": ("onnx", "onnxscript", "openvino"),
     "pt2": (),
+    "aoti": (),
 }
 OPSET = 20  # the first with Gelu
 MAX_PROTOBUF_BYTES = 2 * 10**9  # of the weights in one ONNX file
 KEY = "plainvit"  # of our metadata
+INPUTS = {torch.uint8: "uint8", torch.float32: "floats in [0, 1]"}
 
 
 class ExportModule(nn.Module):
@@ -66,12 +68,12 @@ class ExportModule(nn.Module):
         return logits, features
 
 
-def describe(predictor: Predictor) -> dict[str, Any]:
+def describe(predictor: Predictor, dtype: torch.dtype = torch.uint8) -> dict[str, Any]:
     """The metadata of an export: all that a program needs to turn a photo into a named class."""
     return {
         "plainvit": __version__,
         "weights": predictor.weights_hash,
-        "input": "uint8",
+        "input": INPUTS[dtype],
         "image_size": list(predictor.size),
         "preprocess": to_json(predictor.preprocess),
         "class_names": list(predictor.class_names),
@@ -79,14 +81,14 @@ def describe(predictor: Predictor) -> dict[str, Any]:
     }
 
 
-def trace_program(model: nn.Module) -> ExportedProgram:
-    """torch.export of the model in fp32 on the CPU, for any batch size."""
+def trace_program(model: nn.Module, dtype: torch.dtype = torch.uint8) -> ExportedProgram:
+    """torch.export of the model in fp32 on the CPU, for any number of images of this dtype."""
     if not isinstance(model, ViT | ResNet):
         raise ValueError(f"{type(model).__name__} models cannot be exported: only the models of plainvit can")
     module = ExportModule(copy.deepcopy(model).cpu().float()).eval()
     _fold_standardization(module)
-    images = torch.zeros((2, model.config.channels, *model.config.image_size), dtype=torch.uint8)
-    with torch.no_grad(), _explicit_formulas(model):
+    images = torch.zeros((2, model.config.channels, *model.config.image_size), dtype=dtype)
+    with torch.no_grad(), _use_explicit_formulas(model):
         return torch.export.export(module, (images,), dynamic_shapes=({0: Dim("batch")},))
 
 
@@ -99,7 +101,7 @@ def _fold_standardization(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _explicit_formulas(model: ViT | ResNet) -> Iterator[None]:
+def _use_explicit_formulas(model: ViT | ResNet) -> Iterator[None]:
     """Replaces two functions while a model is traced.
 
     torch.onnx cannot decompose masked attention, as the strides of the fused kernel differ from those of its formula.
@@ -129,8 +131,11 @@ def write_graph(program: ExportedProgram, path: Path, kind: Format, about: dict[
             write_onnx(program, path, about)
         elif kind == "openvino":
             _write_openvino(program, path, about)
-        else:
+        elif kind == "pt2":
             torch.export.save(program, path, extra_files={KEY: json.dumps(about)})
+        else:  # compiled by Inductor for the CPU of this machine
+            configs = {"aot_inductor.metadata": {KEY: json.dumps(about)}}
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
 
 def write_onnx(program: ExportedProgram, path: Path, about: dict[str, Any]) -> None:
@@ -169,10 +174,17 @@ class Graph:
         self.run, self.about = run, about
 
     def logits(self, images: Tensor) -> Tensor:  # uint8 [B, 3, H, W] -> [B, K]
-        return torch.from_numpy(self.run(images.numpy(), "logits"))
+        return torch.from_numpy(self.run(convert_images(images, self.about), "logits"))
 
     def features(self, images: Tensor) -> Tensor:  # uint8 [B, 3, H, W] -> [B, D]
-        return torch.from_numpy(self.run(images.numpy(), "features"))
+        return torch.from_numpy(self.run(convert_images(images, self.about), "features"))
+
+
+def convert_images(images: Tensor, about: dict[str, Any]) -> np.ndarray:
+    """uint8 images as the input of a graph with this metadata."""
+    if about["input"] != INPUTS[torch.uint8]:
+        images = images.float() / 255
+    return images.numpy()
 
 
 def open_graph(path: Path, precision: str = "fp32") -> Graph:
@@ -207,8 +219,12 @@ def _open_openvino(path: Path, precision: str) -> Graph:
 
 
 def _open_torch(path: Path) -> Graph:
-    metadata = {KEY: ""}  # load fills it
-    module = torch.export.load(path, extra_files=metadata).module()
+    metadata = {KEY: ""}
+    if path.name.endswith(SUFFIXES["aoti"]):
+        module = torch._inductor.aoti_load_package(str(path))
+        metadata = module.get_metadata()
+    else:
+        module = torch.export.load(path, extra_files=metadata).module()  # fills the metadata
     about = json.loads(metadata[KEY])
 
     @torch.inference_mode()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from plainvit.serve import require
-from plainvit.serve.formats import KEY, MAX_PROTOBUF_BYTES, convert_to_openvino, write_onnx
+from plainvit.serve.formats import KEY, MAX_PROTOBUF_BYTES, convert_images, convert_to_openvino, write_onnx
 
 FP32_FRACTION = 0.1  # fraction of the layers that stay in fp32
 BATCH = 8
@@ -39,7 +39,7 @@ def write_int8(program: ExportedProgram, images: Tensor, path: Path, kind: str, 
     with TemporaryDirectory(dir=path.parent) as folder, _silence():
         exact, quantized = Path(folder) / "fp32.onnx", Path(folder) / "int8.onnx"
         write_onnx(program, exact, about)
-        _quantize(exact, quantized, images.numpy())
+        _quantize(exact, quantized, convert_images(images, about))
         if kind == "openvino":
             convert_to_openvino(quantized, path, about)
             return

@@ -22,6 +22,7 @@ import uvicorn
 from plainvit.evaluate.predictor import Predictor
 from plainvit.serve.app import Application
 from plainvit.serve.backends import choose_backend
+from plainvit.serve.explain import Explainer
 from plainvit.serve.metrics import Metrics
 from plainvit.serve.requests import Limits
 from plainvit.serve.service import Service, lower_priority
@@ -46,6 +47,9 @@ def load_app(
     backend: str = "auto",
     precision: str = "auto",
     device: str = "auto",
+    neighbors: str = "",
+    data_root: Path | None = None,
+    no_explain: bool = False,
     token: str = "",
     hosts: Sequence[str] = (),
 ) -> Application:
@@ -60,7 +64,8 @@ def load_app(
         chosen, compute, speeds = choose_backend(predictor, backend, precision)
         measured = ", ".join(f"{kind} {speed:.0f}" for kind, speed in speeds.items())
         print(f"{name}: backend {chosen}" + (f" (images/s: {measured})" if measured else ""), flush=True)
-        services.append(Service(name, predictor, limits, compute, metrics))
+        explainer = None if no_explain else Explainer(predictor, neighbors, data_root)
+        services.append(Service(name, predictor, limits, compute, metrics, explainer))
     gc.collect()
     gc.freeze()  # a full collection would look at all objects of the libraries: a pause of 150 ms
     return Application(services, token=token, hosts=hosts)

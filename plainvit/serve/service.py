@@ -51,9 +51,10 @@ class Service:
         limits: Limits,
         backend: Backend | None = None,
         metrics: Metrics | None = None,
+        explainer: Explainer | None = None,
     ) -> None:
         self.name, self.predictor, self.limits = name, predictor, limits
-        self.explainer = Explainer(predictor)
+        self.explainer = explainer  # None: explanations are turned off
         self.metrics = metrics or Metrics()
         self.waiting = 0  # images that were admitted and not answered yet
         self.metrics.waiting.labels(name).set_function(lambda: self.waiting)
@@ -75,7 +76,7 @@ class Service:
         self.metrics.batch_images.labels(self.name).observe(images)
         self.metrics.batch_seconds.labels(self.name).observe(seconds)
 
-    def capacity(self) -> int:
+    def estimate_capacity(self) -> int:
         """Images that may wait: as many as the model computes in half of the deadline, as its speed may vary."""
         if not self.rate:
             return self.limits.max_queue
@@ -84,7 +85,7 @@ class Service:
 
     def admit(self, images: int = 1) -> None:
         """Raises OverloadError if there is no room for so many more images. An idle server accepts any request."""
-        if self.waiting and self.waiting + images > self.capacity():
+        if self.waiting and self.waiting + images > self.estimate_capacity():
             raise OverloadError
 
     async def run(self, output: str, photos: Sequence[bytes], deadline: float) -> list[Result]:

@@ -2,7 +2,7 @@
 
     plainvit weights          plainvit.load("vit_b16_augreg_i21k_i1k_224")
 
-published.csv has the addresses, licences and parameter counts of timm and transformers (tests compare them with the
+published.csv has the addresses, licenses and parameter counts of timm and transformers (tests compare them with the
 installed libraries), and ImageNet top-1 and ReaL from timm's results files.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 class Published:
     hub: str
     family: str
-    licence: str
+    license: str
     parameters: int  # of the image model, its head or projection included
     image_size: int
     top1: float | None = None
@@ -24,10 +24,10 @@ class Published:
 
     @property
     def restriction(self) -> str:
-        """What the licence restricts; "" if it allows any use."""
-        if "-nc-" in self.licence:
+        """What the license restricts; "" if it allows any use."""
+        if "-nc-" in self.license:
             return "non-commercial"
-        return "" if self.licence in ("apache-2.0", "mit") else "own terms"
+        return "" if self.license in ("apache-2.0", "mit") else "own terms"
 
 
 def _read() -> dict[str, Published]:
@@ -57,6 +57,6 @@ RECOMMENDED: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("gpu", "dense"): (
         "dinov2_b14_reg4_lvd142m_518",
-        "patch features for segmentation and matching; dinov3_b16_lvd1689m_256 is stronger, with a licence of its own",
+        "patch features for segmentation and matching; dinov3_b16_lvd1689m_256 is stronger, with a license of its own",
     ),
 }

@@ -12,6 +12,10 @@ const MAPS = {
 // Colors of a map from its smallest to its largest value (inferno), with how opaque they are
 const RAMP = [[20, 11, 53, 0], [87, 16, 110, 0.35], [188, 55, 84, 0.75], [249, 142, 9, 0.92], [252, 255, 164, 1]];
 
+function create(tag, properties = {}) {
+  return Object.assign(document.createElement(tag), properties);
+}
+
 function headName() {
   return $("head").value === "0" ? "mean of its heads" : `head ${$("head").value}`;
 }
@@ -59,13 +63,10 @@ async function loadModels() {
 function addPhotos(files) {
   const added = [...files].filter((file) => file.type.startsWith("image/") || !file.type);
   for (const file of added) {
-    const photo = { file, url: URL.createObjectURL(file), name: file.name || "photo", maps: {}, button: document.createElement("button") };
-    const image = new Image();
-    image.src = photo.url;
-    image.alt = photo.name;
-    image.addEventListener("error", () => image.replaceWith(Object.assign(document.createElement("span"), { textContent: photo.name })));
-    photo.button.type = "button";
-    photo.button.className = "waiting";
+    const photo = { file, url: URL.createObjectURL(file), name: file.name || "photo", maps: {} };
+    const image = create("img", { src: photo.url, alt: photo.name });
+    image.addEventListener("error", () => image.replaceWith(create("span", { textContent: photo.name })));
+    photo.button = create("button", { type: "button", className: "waiting" });
     photo.button.append(image);
     photo.button.addEventListener("click", () => select(photo));
     state.photos.push(photo);
@@ -128,18 +129,12 @@ function describeTime(photo) {
 }
 
 function predictionRow(photo, one, place) {
-  const row = document.createElement("li");
-  const button = document.createElement("button");
-  const name = document.createElement("bdi");
-  const value = document.createElement("span");
-  const bar = document.createElement("progress");
-  name.textContent = one.label;
-  value.textContent = percent(one.probability);
-  bar.max = 1;
-  bar.value = one.probability;
+  const row = create("li");
+  const button = create("button", { type: "button", title: "Show where the model looks for this class" });
+  const name = create("bdi", { textContent: one.label });
+  const value = create("span", { textContent: percent(one.probability) });
+  const bar = create("progress", { max: 1, value: one.probability });
   bar.setAttribute("aria-hidden", "true");
-  button.type = "button";
-  button.title = "Show where the model looks for this class";
   button.setAttribute("aria-pressed", one.class === photo.class);
   button.append(name, value, bar);
   button.addEventListener("click", () => {
@@ -183,9 +178,9 @@ async function explain(photo) {
   $("canvas").setAttribute("aria-busy", "true");
   try {
     const found = await post("/explain", photo, key === "" ? "" : `&class=${key}`);
-    found.picture = new Image();
-    found.picture.src = found.image;
-    await found.picture.decode();
+    found.loadedImage = new Image();
+    found.loadedImage.src = found.image;
+    await found.loadedImage.decode();
     maps[key] = found;
     if (state.selected === photo) draw();
   } catch (error) {
@@ -201,14 +196,15 @@ function draw() {
   const context = canvas.getContext("2d");
   context.clearRect(0, 0, canvas.width, canvas.height);
   $("controls").hidden = !found?.grid;
+  showNeighbors(found?.neighbors || []);
   if (!found) {
     drawPreview(photo, canvas, context);
     $("map-words").textContent = photo.error ? "" : "Computing the maps …";
     return;
   }
-  canvas.height = Math.round((canvas.width * found.picture.naturalHeight) / found.picture.naturalWidth);
+  canvas.height = Math.round((canvas.width * found.loadedImage.naturalHeight) / found.loadedImage.naturalWidth);
   context.imageSmoothingQuality = "high";
-  context.drawImage(found.picture, 0, 0, canvas.width, canvas.height);
+  context.drawImage(found.loadedImage, 0, 0, canvas.width, canvas.height);
   if (!found.grid) {
     $("map-words").textContent = `No attention map: ${found.missing_maps}.`;
     return;
@@ -279,6 +275,16 @@ function color(value) {
   const [low, high] = [RAMP[Math.floor(at)], RAMP[Math.floor(at) + 1]];
   const mixed = low.map((channel, index) => channel + (at % 1) * (high[index] - channel));
   return [mixed[0], mixed[1], mixed[2], 255 * mixed[3]];
+}
+
+function showNeighbors(found) {
+  $("neighbors-box").hidden = !found.length;
+  $("neighbors").replaceChildren(...found.map((one) => {
+    const item = create("li");
+    const name = create("bdi", { textContent: one.label });
+    item.append(create("img", { src: one.image, alt: "" }), name, `similarity ${one.similarity.toFixed(2)}`);
+    return item;
+  }));
 }
 
 // Input --------------------------------------------------------------------------------------------------------------
