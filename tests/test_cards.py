@@ -76,6 +76,13 @@ def test_the_paired_interval_equals_resampling_the_images() -> None:
     )
 
 
+def test_the_interval_of_the_nll_does_not_reach_below_0() -> None:
+    labels = np.zeros(30, int)
+    nll = np.array([3.0, *[0.01] * 29])  # one confident error
+    result = Result(labels, labels[:, None], labels[:, None] == 0, np.exp(-nll), nll, labels, classes=2)
+    assert result.intervals["nll"] == (0.0, pytest.approx(nll.mean() + 1.96 * stats.sem(nll), abs=1e-4))
+
+
 def test_the_interval_of_a_mean_equals_scipys() -> None:
     values = np.random.default_rng(0).normal(3, 2, 100)
     expected = stats.norm.interval(0.95, values.mean(), stats.sem(values))

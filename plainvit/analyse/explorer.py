@@ -188,6 +188,7 @@ def describe_omissions(plan: Plan, model: ViT, images: int) -> str:
     if plan == _list_plans(model, min(images, IMAGES))[0]:
         return ""
     cells, head_cells = (" x ".join(map(str, pooled_grid(model, pool))) for pool in (plan.pool, plan.head_pool))
-    heads = f"the heads of {len(plan.layers)} of {len(model.blocks)} layers as maps of {head_cells}"
+    count, depth = len(plan.layers), len(model.blocks)
+    heads = f"the heads of {'all' if count == depth else f'{count} of {depth}'} layers as maps of {head_cells}"
     shown = f"{pluralize(plan.images, 'image')}, layers as maps of {cells}, and {heads if plan.layers else 'no heads'}"
     return f"To keep this file below 10 MB, the explorer shows {shown}."

@@ -57,7 +57,8 @@ class Result:
     def intervals(self) -> dict[str, tuple[float, float]]:
         """95 % intervals of top1, top5 and nll."""
         top5 = wilson(int(self.hits.any(1).sum()), len(self.labels))
-        return {"top1": self.interval, "top5": top5, "nll": mean_interval(self.nll)}
+        low, high = mean_interval(self.nll)
+        return {"top1": self.interval, "top5": top5, "nll": (max(low, 0.0), high)}  # an NLL is never negative
 
     @property
     def confusion(self) -> np.ndarray:
