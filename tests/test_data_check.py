@@ -145,6 +145,16 @@ def test_pack_splits_into_shards(
     assert [made.read(i) for i in range(30)] == [jpeg(i) for i in range(30)]
 
 
+def test_a_folder_with_the_name_of_a_known_dataset_has_all_of_its_splits(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The known dataset `imagenet` has no test split."""
+    for split in ("train", "val", "test"):
+        plant_classes(tmp_path / "imagenet" / split, {"a": 1, "b": 1})
+    monkeypatch.chdir(tmp_path)
+    assert list(report(capsys, "data", "info", "imagenet")["splits"]) == ["train", "val", "test"]
+
+
 def test_pack_says_how_much_it_wrote_and_what_it_left_out(
     mixed: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -307,6 +307,14 @@ def test_a_decompression_bomb_is_rejected_before_it_is_decoded(form: str, monkey
         assert f"{PIXEL_LIMIT:,}" in reason
 
 
+@pytest.mark.parametrize("form", [*CLAIMS, "WEBP"])
+def test_a_size_is_read_without_decoding(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode(COLORS, form)
+    monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("pixels are decoded"))
+    monkeypatch.setattr("simplejpeg.decode_jpeg", lambda *_, **__: pytest.fail("pixels are decoded"))
+    assert get_image_size(data) == (20, 30)
+
+
 @pytest.mark.parametrize("form", CLAIMS)
 def test_an_image_without_pixels_is_rejected(form: str) -> None:
     for width, height in ((0, 0), (0, 5), (5, 0)):

@@ -88,6 +88,18 @@ def test_parquet_without_a_split_in_its_name_is_for_training(tmp_path: Path) -> 
     assert contents(open_source(str(tmp_path))) == named
 
 
+def test_the_number_of_classes_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "words.parquet", IMAGES[:3], ["ant", "bee", "cat"])
+    shard(tmp_path / "numbers.parquet", 0, 3, labels=[0, 1, 2], names=())
+    monkeypatch.setattr("plainvit.data.columns.MAX_CLASSES", 3)
+    for name in ("words", "numbers"):
+        assert len(open_source(str(tmp_path / f"{name}.parquet")).classes) == 3
+    monkeypatch.setattr("plainvit.data.columns.MAX_CLASSES", 2)
+    for name in ("words", "numbers"):
+        with pytest.raises(DataError, match="classes"):
+            open_source(str(tmp_path / f"{name}.parquet"))
+
+
 @pytest.mark.parametrize(
     ("labels", "class_names", "expected"),
     [([0, 1, 2], (), ("0", "1", "2")), (None, (), ()), ([-1, 2, -1], NAMES, tuple(NAMES))],

@@ -199,6 +199,13 @@ def test_a_damaged_cache_file_is_computed_again(
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+def test_unreadable_images_are_no_neighbors(weights: Path, photos: Path, capsys: Capture) -> None:
+    (photos / "train" / "cat" / "2.png").write_bytes(b"not an image")
+    words = ("probe", weights, "--data", photos, "--no-cache", "--device", "cpu", "--method", "knn", "--k")
+    assert list(report(capsys, *words, 14)[0]["results"]["knn"]) == ["14"]
+    assert "--k 15" in fail(capsys, *words, 15, code=2)
+
+
 def test_unreadable_images_are_left_out_and_counted(weights: Path, photos: Path, tmp_path: Path) -> None:
     (photos / "train" / "cat" / "2.png").write_bytes(b"not an image")
     predictor, source = Predictor(weights, device="cpu", batch=1), open_source(str(photos))

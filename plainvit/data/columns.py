@@ -16,7 +16,7 @@ from plainvit.data.decode import DataError
 from plainvit.data.folders import order_classes
 from plainvit.errors import first_line
 
-MAX_CLASSES = 1_000_000  # larger labels without class names are invalid
+MAX_CLASSES = 1_000_000
 
 
 class Layout(NamedTuple):
@@ -128,6 +128,8 @@ def convert_labels(column: pa.ChunkedArray, names: tuple[str, ...], where: Path)
 
 def check_range(labels: np.ndarray, names: tuple[str, ...], where: Path) -> tuple[np.ndarray, tuple[str, ...]]:
     """Labels as int32 and their classes, which are numbers if `names` is empty."""
+    if len(names) > MAX_CLASSES:
+        raise DataError(f"{where} has {len(names):,} classes, over the limit of {MAX_CLASSES:,}")
     top = int(labels.max(initial=-1))
     if top >= (len(names) or MAX_CLASSES) or labels.min(initial=0) < -1:
         raise DataError(f"{where} has labels outside its {len(names) or MAX_CLASSES:,} classes")

@@ -4,7 +4,6 @@ libjpeg-turbo decodes JPEGs at the smallest sufficient scale; Pillow decodes eve
 decoder rejects. Sizes are checked before memory is allocated; only listed formats are opened; only the first frame.
 """
 
-import contextlib
 import io
 import warnings
 
@@ -50,8 +49,11 @@ def get_image_size(data: bytes | np.ndarray) -> tuple[int, int]:
     if isinstance(data, np.ndarray):
         return int(data.shape[0]), int(data.shape[1])
     if data[:2] == b"\xff\xd8" and _orientation(data) == 1:
-        with contextlib.suppress(ValueError):  # Pillow reads some headers that libjpeg-turbo rejects
+        try:
             height, width, _ = _read_jpeg_header(data, strict=False)
+        except ValueError:
+            pass  # Pillow reads some headers that libjpeg-turbo rejects
+        else:
             _check_size(height, width)
             return height, width
     with _open_image(data) as image:

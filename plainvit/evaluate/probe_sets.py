@@ -105,7 +105,10 @@ def few_shot(pair: Pair, settings: Probes) -> dict[str, Any]:
 
 def _run_knn(pair: Pair, settings: Probes) -> dict[str, Any]:
     train, test = pair.train, pair.test
-    ks = settings.k or tuple(k for k in probe.KS if k <= len(train.features))
+    images = len(train.features)
+    ks = settings.k or tuple(k for k in probe.KS if k <= images)
+    if max(ks) > images:  # `open_pair` counts images that cannot be read, too
+        raise ValueError(f"--k {max(ks)} is above the {images:,} training images that can be read: use --k {images}")
     predicted = probe.neighbors(train.features, train.labels, pair.classes, test.features, ks)
     return {str(k): accuracy(classes, test.labels) for k, classes in predicted.items()}
 
