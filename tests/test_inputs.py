@@ -39,13 +39,32 @@ def give_stdin(patch: pytest.MonkeyPatch, text: str) -> None:
 def test_names_are_read_from_standard_input_and_invalid_ones_are_rows(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [f"{photos}/1.jpg\n", f"{photos}/nothing.jpg\r\n", "\n"]
-    lines += [f"{photos}/sub"]
+    (photos.parent / "empty").mkdir()
+    (photos.parent / "bad.zip").write_bytes(b"PK")
+    lines = [f"{photos}/1.jpg\n", f"{photos}/nothing.jpg\r\n", "\n", f"{photos.parent}/empty\n"]
+    lines += [f"{photos.parent}/bad.zip\n", f"{photos}/sub"]
     give_stdin(monkeypatch, "".join(lines))
     found = inputs.find(["-"])
-    assert [Path(name).name for name in names(found)] == ["1.jpg", "nothing.jpg", "3.png"]
-    with pytest.raises(ImageError):
-        found.read(1)
+    assert [Path(name).name for name in names(found)] == ["1.jpg", "nothing.jpg", "empty", "bad.zip", "3.png"]
+    for index in (1, 2, 3):
+        with pytest.raises(ImageError):
+            found.read(index)
+
+
+def test_names_on_standard_input_may_be_separated_by_zero_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `find -print0` writes them."""
+    paths = [str(plant(tmp_path, {name: png()}) / name) for name in ("a.png", "two\nlines.png")]
+    give_stdin(monkeypatch, "".join(f"{path}\0" for path in paths))
+    assert names(inputs.find(["-"])) == paths
+
+
+def test_a_closed_standard_input_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sys.stdin is None after `<&-`."""
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(DataError, match="no images"):
+        inputs.find(["-"])
 
 
 def test_a_broken_link_that_matches_a_glob_is_a_row_with_an_error(photos: Path) -> None:
@@ -94,3 +113,10 @@ def test_files_over_the_limit_are_not_read(tmp_path: Path, monkeypatch: pytest.M
     for word, split in ((tmp_path / "x.png", "test"), (tmp_path / "tars", "train")):
         with pytest.raises(ImageError):
             inputs.find([str(word)], split=split).read(0)
+
+
+@pytest.mark.parametrize("name", ["x.zip", "x.tar", "x.tar.gz"])
+def test_an_archive_must_be_unpacked(tmp_path: Path, name: str) -> None:
+    plant(tmp_path, {name: b""})
+    with pytest.raises(DataError, match="unpack"):
+        inputs.find([str(tmp_path / name)])

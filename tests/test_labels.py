@@ -277,6 +277,14 @@ def test_class_names_are_read_from_lines_or_json(text: str | None, expected: obj
         read_class_names(path, 2)
 
 
+def test_a_huge_file_of_class_names_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"  # given by mistake
+    with path.open("wb") as file:
+        file.truncate(2**40)  # it takes no space
+    with pytest.raises(ValueError, match="16 MiB"):
+        read_class_names(path, 2)
+
+
 def test_class_names_of_a_file_replace_the_models(tmp_path: Path, capsys: Capture) -> None:
     photos = plant_classes(tmp_path / "photos", {"ant": 4, "bee": 4})
     model = str(save_model(tmp_path / "model.safetensors", ("x", "y"), classes=2))

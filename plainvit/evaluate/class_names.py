@@ -20,6 +20,7 @@ from plainvit.data.imagenet import wordnet_ids
 from plainvit.data.sources import Source
 
 log = logging.getLogger("plainvit")
+SIZE_LIMIT = 2**24  # bytes of a file of class names
 IMAGENET_CLASSES = 1000
 
 
@@ -27,6 +28,8 @@ def read_class_names(path: Path, classes: int) -> tuple[str, ...]:
     """Names from a file: one per line, or a JSON list. Raises ValueError."""
     if not path.is_file():
         raise ValueError(f"--class-names {path}: there is no such file")
+    if path.stat().st_size > SIZE_LIMIT:
+        raise ValueError(f"--class-names {path} is above the limit of {SIZE_LIMIT >> 20} MiB")
     try:
         text = path.read_text(encoding="utf-8").strip()
         names = json.loads(text) if text.startswith("[") else text.splitlines()

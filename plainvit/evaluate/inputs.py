@@ -19,7 +19,7 @@ import numpy as np
 
 from plainvit.data import known
 from plainvit.data.content_hash import content_stamp
-from plainvit.data.decode import DataError
+from plainvit.data.decode import DataError, ImageError
 from plainvit.data.shards import has_tars
 from plainvit.data.sources import (
     SUFFIXES,
@@ -32,6 +32,9 @@ from plainvit.data.sources import (
     select_images,
 )
 from plainvit.data.tables import ParquetSource, has_parquet
+from plainvit.errors import first_line
+
+ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 
 Input = tuple[str, Source]  # prefix of the names, images
 
@@ -54,6 +57,19 @@ class Inputs(ConcatSource):
             stamp = f"{prefix}\0{len(source)}\0{source.fingerprint()}\0{content_stamp(source)}\0"
             digest.update(stamp.encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:16]
+
+
+class Unreadable(Source):
+    """An input that cannot be read, with the reason."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self._name, self._reason, self.labels = name, reason, np.array([-1], np.int32)
+
+    def name(self, index: int) -> str:  # noqa: ARG002
+        return self._name
+
+    def read(self, index: int) -> bytes:  # noqa: ARG002
+        raise ImageError(self._reason)
 
 
 # Finding --------------------------------------------------------------------------------------------------------------
@@ -89,6 +105,8 @@ def _open_path(path: str, split: str) -> Iterator[str | Input]:
     """A single file is an image whatever its name; in a folder only files with an image suffix are."""
     if Path(path).is_dir():
         yield from _open_folder(path, split)
+    elif path.lower().endswith(ARCHIVES):
+        raise DataError(f"{path} is an archive: unpack it, and give the folder")
     elif path.endswith(".parquet"):
         yield f"{path}/", ParquetSource([Path(path)])  # whatever split its name says
     else:
@@ -116,8 +134,12 @@ def _match(pattern: str, split: str) -> Iterator[str | Input]:
 
 
 def _read_names(lines: Iterable[bytes], split: str) -> Iterator[str | Input]:
-    """Names, one per line. A file that does not exist becomes a row with an error."""
-    for line in lines:
-        name = os.fsdecode(line.rstrip(b"\r\n"))
-        if name:
-            yield from _open_path(name, split)
+    """Names, one per line or separated by zero bytes (find -print0). An invalid name becomes a row with an error."""
+    given = list(lines)
+    zeros = any(b"\0" in line for line in given)
+    for line in b"".join(given).split(b"\0") if zeros else (line.rstrip(b"\r\n") for line in given):
+        name = os.fsdecode(line)
+        try:
+            yield from _open_path(name, split) if name else ()
+        except (DataError, OSError, ValueError) as error:
+            yield "", Unreadable(name, first_line(error))
