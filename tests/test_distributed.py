@@ -25,7 +25,7 @@ from torch import Tensor
 import plainvit
 from plainvit.device import choose_device
 from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
-from plainvit.runtime.distributed import LostError, World, raise_lost_peer
+from plainvit.runtime.distributed import DisagreementError, LostError, World, join, raise_lost_peer
 from plainvit.runtime.folder import metrics
 from plainvit.train.step import PendingStep
 
@@ -296,6 +296,19 @@ def test_only_a_lost_connection_becomes_a_lost_error(error: RuntimeError, lost: 
         raise_lost_peer(World(2, 4)),
     ):
         raise error
+
+
+def test_an_error_without_a_message_is_raised_in_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "gather_strings", lambda _, words: ["", words])
+    with pytest.raises(DisagreementError, match="rank 1: TimeoutError"):
+        World(1, 2).run_on_all_ranks(small_runs.fail(TimeoutError()))
+
+
+def test_incomplete_variables_of_torchrun_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match="WORLD_SIZE"):
+        join("cpu", 1.0)
 
 
 @pytest.mark.slow

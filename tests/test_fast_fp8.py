@@ -15,6 +15,7 @@ import tiny
 import torch
 from test_fast_kernels import hidden_values
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import plainvit
 from plainvit.config import Config, ViTConfig
@@ -270,6 +271,17 @@ def test_unsupported_configs_are_errors(monkeypatch: pytest.MonkeyPatch) -> None
         check_fp8(config.replace(model=configure("BiT-R26x1")), World(device="cuda"))
     with pytest.raises(ValueError, match="--precision"):
         check_fp8(config.replace(parallel="fsdp"), World(0, 2, "cuda"))
+
+
+def test_the_explanation_names_old_gpus_and_failing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert "A100 has 8.0" in fp8.explain_unsupported("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with FakeTensorMode():  # checks the tensors of the trial without a GPU, and computes nothing
+        assert fp8.explain_unsupported("cuda") == ""
+        monkeypatch.setattr(fp8, "matmul", runs.fail(RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nand more of it")))
+        assert fp8.explain_unsupported("cuda").endswith("CUBLAS_STATUS_NOT_SUPPORTED")
 
 
 def test_inference_copy_keeps_the_activation() -> None:

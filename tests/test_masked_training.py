@@ -108,6 +108,3 @@ def test_the_report_shows_what_was_hidden_and_predicted(tmp_path: Path) -> None:
     assert "as a masked autoencoder" in page
     assert "validation loss" in page
     assert "top-1" not in page
-
-
-# From the command line ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from plainvit.train.optim import (
     Average,
     Muon,
     Optimizers,
+    find_depth,
     has_weight_decay,
 )
 from plainvit.train.schedule import learning_rate
@@ -188,6 +189,13 @@ def test_layer_decay_slows_the_lower_layers(graphs: bool) -> None:
     assert found["head.weight"] == found["norm.weight"] == 1.0
     assert [found[f"blocks.{i}.mlp.fc1.weight"] for i in range(3)] == [0.125, 0.25, 0.5]
     assert found["embedding.weight"] == found["positions.0.table"] == found["class_token"] == 0.0625
+
+
+def test_layer_decay_counts_the_stages_of_a_resnet() -> None:
+    names = [name for name, _ in create("BiT-R26x1", device="meta").named_parameters()]
+    depths = {name: find_depth(name, 4) for name in names}
+    assert (depths["body.root.weight"], depths["head.weight"]) == (0, 5)
+    assert {depths[name] for name in names if ".stages.2." in name} == {3}
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])

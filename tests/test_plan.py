@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plainvit import cli, hub
 from plainvit.config import Config, Model, Optim, ViTConfig, from_json
+from plainvit.data.splits import open_splits
 from plainvit.disk import read_json
 from plainvit.models import build
 from plainvit.names import configure
@@ -24,13 +25,14 @@ from plainvit.planning.datasets import count_training_images
 from plainvit.planning.devices import H200
 from plainvit.planning.memory import GIB, Step, largest_micro_batch, memory, saved_bytes
 from plainvit.planning.plan import plan, table
-from plainvit.planning.step_time import step_seconds
+from plainvit.planning.step_time import executed_macs, exposed_communication, step_seconds
 from plainvit.recipes import recipe
 from plainvit.runtime.checkpoint import Checkpoints
 from plainvit.train.measure import measure_steps
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers
 from plainvit.train.run import fit
+from plainvit.train.transfer import resolve
 
 ROOT = Path(__file__).parent.parent
 SMALL = ViTConfig(width=64, depth=2, heads=4, mlp_dim=192, patch=(8, 8), image_size=(32, 24), classes=10)
@@ -172,6 +174,34 @@ def test_checkpoint_bytes_match_a_saved_checkpoint(tmp_path: Path) -> None:
 # Time -----------------------------------------------------------------------------------------------------------------
 
 
+SLOWER: list[dict[str, Any]] = [{"recompute": True}, {"eager": True}, {"element_bytes": 4}, {"micro_batch": 2}]
+SLOWER += [{"optim": Optim(name="muon")}, {"model": configure("R50x1+ViT-B/16")}]
+
+
+@pytest.mark.parametrize("changes", SLOWER, ids=str)
+def test_more_work_takes_longer(changes: dict[str, Any]) -> None:
+    step = Step(model=configure("ViT-B/16"), images=256)
+    slower = dataclasses.replace(step, **changes)
+    assert sum(step_seconds(slower, H200).values()) > sum(step_seconds(step, H200).values())
+
+
+@pytest.mark.parametrize("name", ["ViT-B/16", "R50x1+ViT-B/16", "BiT-R50x1", "Axial-ViT-B/32"])
+def test_executed_macs_are_all_macs_without_the_fast_path(name: str) -> None:
+    model = configure(name)
+    assert sum(executed_macs(Step(model=model, images=1))) == pytest.approx(cost.macs(model))
+    fast = sum(executed_macs(Step(model=model, images=1, fast_path=True)))
+    assert (fast < cost.macs(model)) == (isinstance(model, ViTConfig) and model.reads_one_token)
+
+
+@pytest.mark.parametrize(("parallel", "copies"), [("ddp", 2), ("fsdp", 3)])
+def test_communication_is_bytes_over_bandwidth_less_computation(parallel: Any, copies: int) -> None:
+    step = Step(model=configure("ViT-B/16"), images=64, parallel=parallel, devices=8)
+    sent = copies * 4 * cost.parameters(step.model) * 7 / 8
+    assert exposed_communication(step, H200, computation=0.0) == pytest.approx(sent / (0.75 * 450e9))
+    assert exposed_communication(step, H200, computation=1.0) == 0.0
+    assert H200.collective_bandwidth(8) > H200.collective_bandwidth(16)
+
+
 def test_measured_steps_replace_the_estimate() -> None:
     config, measured = measure_steps(small_runs.config(steps=40, recipe="mine"))
     report = plan(config, images=measured["images"], measured=measured)
@@ -231,6 +261,37 @@ def test_reports_are_json_and_fit_80_columns(name: str, options: dict[str, Any])
 def test_known_datasets_are_counted_without_their_held_out_images(data: str, images: int | None) -> None:
     """Flowers and vtab/ have validation images of their own."""
     assert count_training_images(Config(data=data, holdout=0.1)) == images
+
+
+@pytest.mark.parametrize("name", ["masked-cifar10", "mae-cifar10"])
+def test_self_supervision_is_planned_without_a_head(name: str) -> None:
+    config = recipe(name).replace(data="digits")
+    report, trained = plan(config), resolve(config, open_splits(config)).model
+    assert trained is not None
+    assert (report["classes"], report["parameters"]) == (0, cost.parameters(trained))
+
+
+NOTES: dict[str, tuple[dict[str, Any], str]] = {
+    "no length": ({"steps": 0}, "--epochs"),
+    "teacher": ({"teacher": "weights.npz"}, "teacher"),
+    "frozen": ({"optim": Optim(frozen=("head*",))}, "upper bound"),
+    "MAE": ({"objective": "mae"}, "MAE"),
+    "ResNet": ({"model": configure("BiT-R50x1")}, "convolutions"),
+}
+
+
+@pytest.mark.parametrize(("changes", "word"), NOTES.values(), ids=NOTES)
+def test_notes_name_what_is_not_planned(changes: dict[str, Any], word: str) -> None:
+    config = Config(model=SMALL, data="digits", steps=1)
+    assert plan(config, on="h200")["notes"] == []
+    (note,) = plan(config.replace(**changes), on="h200")["notes"]
+    assert word in note
+
+
+def test_too_few_hours_are_noted_with_the_steps_they_allow() -> None:
+    report = plan(recipe("vit-l16-i21k").replace(hours=2.0), on="h200")
+    allowed = int(report["run"]["steps"] * 2 / report["step"]["hours"])
+    assert any("--hours 2" in note and f"{allowed:,}" in note for note in report["notes"])
 
 
 def test_a_step_that_does_not_fit_has_no_time_but_advice() -> None:

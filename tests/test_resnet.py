@@ -1,4 +1,4 @@
-"""The padding of BiT's pooling.
+"""The padding of BiT's pooling, and its new head.
 
 The logits of BiT and hybrids are compared with timm in test_weights_parity.py, and with NumPy float64 in
 test_weights_google.py; the structure of the named models with timm in test_config.py, their compute with the paper's
@@ -21,3 +21,11 @@ def test_bit_max_pool_pads_with_zeros() -> None:
     model(black, trace)
     assert (model.body.root(black * 2 - 1)[..., :2, :] < 0).all()  # all that the pool's first row sees
     assert not trace["root"][..., 0, :].any()
+
+
+def test_replace_head_attaches_one_layer_of_zeros() -> None:
+    model, images = tiny.bit(), tiny.images(size=(32, 32))
+    features = model.features(images)
+    assert model.replace_head(5)(images).tolist() == [[0.0] * 5] * 2
+    assert model.config.classes == 5
+    assert torch.equal(model.replace_head(0)(images), features)

@@ -15,7 +15,7 @@ from shell import Capture, report, run
 import plainvit
 from plainvit.config import About, visible
 from plainvit.model_config import UNPRINTABLE
-from plainvit.runtime.display import Display
+from plainvit.runtime.display import Display, format_duration
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202ex"  # sets the title, clears the screen, writes backwards
 MARKUP = "[red]x[/red][/bold] :cat:"
@@ -127,3 +127,10 @@ def test_a_narrow_terminal_shortens_the_text_only(
     assert match
     assert WORDS.startswith(match[1].rstrip())
     assert bool(match[2]) == is_cut
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (59.7, "1m00s"), (85, "1m25s"), (3599.8, "1h00m"), (7384, "2h03m")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

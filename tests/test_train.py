@@ -337,6 +337,13 @@ def test_image_size_also_changes_a_model_that_is_given(tmp_path: Path, has_init:
     assert model.image_size == (32, 32)
 
 
+def test_head_bias_starts_the_new_head(tmp_path: Path) -> None:
+    config = tiny(loss="sigmoid", head_bias=-4.0, optim=Optim(lr=1e-12), steps=1)
+    done = fit(config, tmp_path, quiet=True)
+    assert done.model.head is not None
+    torch.testing.assert_close(done.model.head.bias, torch.full((3,), -4.0))
+
+
 def test_a_binary_loss_rejects_smoothed_labels() -> None:
     """Every class of a smoothed label is above 0, and would count as the class."""
     smoothed = tiny(loss="binary", augment=Augment(crop="none", smoothing=0.1))

@@ -83,6 +83,26 @@ def embed_patches(model: ViT) -> Tensor:
 
 D, DEPTH, HEADS, ROWS, COLUMNS = 48, 3, 4, 3, 5
 PATCHES = ROWS * COLUMNS
+TABLE_8: dict[tuple[str, str], int] = {  # positions' own parameters, by hand
+    ("none", "stem"): 0,
+    ("1d", "stem"): (1 + PATCHES) * D,
+    ("1d", "every"): DEPTH * (1 + PATCHES) * D,
+    ("1d", "shared"): (1 + PATCHES) * D,
+    ("2d", "stem"): (ROWS + COLUMNS) * (D // 2),
+    ("2d", "every"): DEPTH * (ROWS + COLUMNS) * (D // 2),
+    ("2d", "shared"): (ROWS + COLUMNS) * (D // 2),
+    ("relative", "stem"): DEPTH * (2 * PATCHES - 1) * (D // HEADS),
+}
+
+
+@pytest.mark.parametrize("cell", TABLE_8, ids=" ".join)
+def test_positions_have_the_parameters_of_table_8_and_all_are_used(cell: tuple[str, str]) -> None:
+    bare = tiny.vit(posemb="none", pool="average")
+    model = tiny.vit(posemb=cell[0], posemb_at=cell[1], pool="average")
+    extra = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in bare.parameters())
+    assert extra == TABLE_8[cell]
+    model(tiny.images()).square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
 def test_sincos2d_positions() -> None:

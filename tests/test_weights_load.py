@@ -64,13 +64,17 @@ def load_error(source: Path | str, match: str, **hints: Any) -> None:
 
 
 @pytest.mark.parametrize("classes", [0, 5])
-def test_other_classes_give_a_head_of_zeros_or_none(tmp_path: Path, classes: int, reported: Any) -> None:
-    model, images = tiny.vit(), tiny.images()
+@pytest.mark.parametrize("settings", [{}, {"representation": 20}, {"distillation": True}], ids=str)
+def test_other_classes_give_a_head_of_zeros_or_none(
+    tmp_path: Path, settings: dict[str, Any], classes: int, reported: Any
+) -> None:
+    model, images = tiny.vit(**settings), tiny.images()
     model.about = type(model.about)(class_names=tuple("abcdefg"))
     path = plainvit.save(model, tmp_path / "m.safetensors")
     loaded = plainvit.load(path, classes=classes, dtype=None)
-    assert (loaded.config.classes, loaded.about.class_names) == (classes, ())
-    assert torch.equal(loaded(images), torch.zeros(2, 5, dtype=torch.float64) if classes else model.features(images))
+    assert (loaded.config.classes, loaded.config.representation, loaded.about.class_names) == (classes, 0, ())
+    features = loaded.features(images) if "representation" in settings else model.features(images)
+    assert torch.equal(loaded(images), torch.zeros(2, 5, dtype=torch.float64) if classes else features)
     assert len(reported()) == 1
     assert plainvit.load(path).about.class_names == tuple("abcdefg")
 

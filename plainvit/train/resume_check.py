@@ -63,7 +63,7 @@ def check_config(config: Config, old: Config, folder: Folder, *, force: bool, is
 
 
 def changes_tensors(name: str, before: Any, after: Any) -> bool:
-    """Whether a setting decides which tensors a checkpoint has, so that those from before the change do not fit."""
+    """Whether a checkpoint from before the change has other tensors, or is of a model that computes something else."""
     if name.startswith("model."):
         return name.removeprefix("model.") not in FREE
     if name in ("ema", "ema_window"):  # 0: no averaged weights
