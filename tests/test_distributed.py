@@ -24,7 +24,7 @@ from torch import Tensor
 
 import plainvit
 from plainvit.device import choose_device
-from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.runtime.checkpoint import Checkpoints, hash_tensors
 from plainvit.runtime.distributed import LostError, World, raise_lost_peer
 from plainvit.runtime.folder import metrics
 from plainvit.train.step import PendingStep
@@ -209,7 +209,7 @@ def test_a_run_with_killed_ranks_restarts_and_ends_with_the_same_weights(tmp_pat
     _, err = launcher.communicate(timeout=180)
     assert launcher.returncode == 0, err
     assert f"restart 1 of {kills}" in err
-    assert tensor_hash(state(folder)) == tensor_hash(state(whole))
+    assert hash_tensors(state(folder)) == hash_tensors(state(whole))
     assert losses(folder) == losses(whole)
 
 

@@ -34,7 +34,7 @@ from plainvit.train.nonfinite import DivergedError
 from plainvit.train.run import fit
 from plainvit.train.setup import build_training
 from plainvit.train.state import averaged_weights
-from plainvit.train.transfer import resolve
+from plainvit.train.transfer import complete_config
 
 SIZE = (24, 40)
 IMAGES = 6
@@ -199,7 +199,7 @@ def test_a_non_finite_loss_of_hidden_patches_is_an_error(tmp_path: Path) -> None
     config = runs.config(augment=Augment(crop="none"), **masked)
     splits = open_splits(config)
     with Folder(tmp_path / "run") as folder:
-        run = build_training(resolve(config, splits), splits, folder, quiet=True)
+        run = build_training(complete_config(config, splits), splits, folder, quiet=True)
     run.objective.model.norm.bias.data.fill_(float("nan"))
     assert isinstance(run.objective, PredictPatches)
     assert run.validation

@@ -18,7 +18,7 @@ from plainvit.runtime.folder import Folder, metrics
 from plainvit.train.replay import replay
 from plainvit.train.run import fit
 from plainvit.train.setup import build_training
-from plainvit.train.transfer import resolve
+from plainvit.train.transfer import complete_config
 
 MODEL = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(16, 16), classes=0)
 SHAPES = "shapes:size=16,count=60,classes=3"
@@ -89,7 +89,7 @@ def test_the_result_is_a_plain_vit_to_fine_tune(tmp_path: Path) -> None:
         tuned = runs.config(init=str(tmp_path / "masked"), model=model, data=SHAPES, steps=4)
         splits = open_splits(tuned)
         with Folder(tmp_path / "look", writes=False) as folder:
-            run = build_training(resolve(tuned, splits), splits, folder, quiet=True)
+            run = build_training(complete_config(tuned, splits), splits, folder, quiet=True)
         for name, weight in encoder.state_dict().items():
             assert torch.equal(run.objective.model.state_dict()[name], weight), name
         done = fit(tuned, tmp_path / f"tuned{model is None}", quiet=True)

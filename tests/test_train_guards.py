@@ -35,7 +35,7 @@ from torch import Tensor
 from plainvit.config import Config, Optim
 from plainvit.data.splits import Splits
 from plainvit.models import build
-from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.runtime.checkpoint import Checkpoints, hash_tensors
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
 from plainvit.train import loop, micro_batch
@@ -140,7 +140,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_captured(
     tensors, state = Checkpoints(tmp_path / "captures", 1).read(BAD)
     assert state["gradients"] == [NAME]
     assert len(state["images"]) == 16
-    assert tensor_hash(tensors) == seen[BAD][0]["model."]
+    assert hash_tensors(tensors) == seen[BAD][0]["model."]
 
 
 @pytest.mark.parametrize("nll", [math.nan, math.inf, None])  # None: of a finished run, from results.json

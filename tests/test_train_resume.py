@@ -22,7 +22,7 @@ from small_runs import Child, StoppedError, before_step, complete_run, litter, o
 from plainvit.analyse.curves import tabulate
 from plainvit.config import Augment, Config, Optim
 from plainvit.data.resident import ResidentMemoryError
-from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
+from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, hash_tensors
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import metrics
 from plainvit.train import finalize, loop
@@ -200,7 +200,7 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
     again = fit(runs.config(), tmp_path, quiet=True)
     assert again.metrics == first.metrics
-    assert tensor_hash(again.model.state_dict()) == tensor_hash(first.model.state_dict())
+    assert hash_tensors(again.model.state_dict()) == hash_tensors(first.model.state_dict())
     assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
@@ -328,7 +328,7 @@ def flip_one_bit(path: Path, low: int = 0, high: int = 0, seed: int = 3) -> None
 def test_every_flipped_bit_of_a_checkpoint_is_noticed_and_the_one_before_is_read(copy: Path) -> None:
     """Of the header of the tensors, of the tensors, and of the state."""
     checkpoints = Checkpoints(copy / "checkpoints", 2)
-    expected, newest = tensor_hash(checkpoints.read(8)[0]), copy / "checkpoints" / "step-00000009"
+    expected, newest = hash_tensors(checkpoints.read(8)[0]), copy / "checkpoints" / "step-00000009"
     header = 8 + int.from_bytes((newest / TENSORS).read_bytes()[:8], "little")
     for seed in range(10):
         for name, low, high in ((TENSORS, 0, header), (TENSORS, header, 0), (STATE, 0, 0)):
@@ -336,7 +336,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_noticed_and_the_one_before_is_read
             flip_one_bit(newest / name, low, high, seed)
             checkpoint = checkpoints.newest()
             assert checkpoint
-            assert (checkpoint[1]["step"], tensor_hash(checkpoint[0])) == (8, expected), f"{name}, seed {seed}"
+            assert (checkpoint[1]["step"], hash_tensors(checkpoint[0])) == (8, expected), f"{name}, seed {seed}"
             (newest / name).write_bytes(valid)
     assert checkpoints.newest()[1]["step"] == 9
 

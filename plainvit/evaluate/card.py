@@ -35,7 +35,7 @@ from plainvit.errors import first_line
 from plainvit.evaluate.labels import Labels
 from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
-from plainvit.runtime.checkpoint import tensor_hash
+from plainvit.runtime.checkpoint import hash_tensors
 from plainvit.runtime.distributed import World
 from plainvit.runtime.folder import environment, replace_non_finite
 
@@ -121,7 +121,7 @@ def _describe_model(predictor: Predictor) -> dict[str, Any]:
     return {
         "source": str(predictor.source),
         "family": model.about.family,
-        "weights": tensor_hash(model.state_dict()),
+        "weights": hash_tensors(model.state_dict()),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "config": to_json(model.config),
         **_find_steps(predictor.source),

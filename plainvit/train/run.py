@@ -38,7 +38,7 @@ from plainvit.train.setup import build_training
 from plainvit.train.signals import InterruptedRunError, Terminated, handle_signals, raise_on_termination
 from plainvit.train.state import Training, resume
 from plainvit.train.time_budget import TimeBudget
-from plainvit.train.transfer import hash_init, resolve
+from plainvit.train.transfer import complete_config, hash_init
 from plainvit.weights import load
 
 log = logging.getLogger("plainvit")
@@ -114,7 +114,7 @@ def open_run(config: Config, options: Options) -> tuple[Config, Splits]:
     splits = open_splits(config)
     if options.bare:
         splits.test = None
-    return resolve(config, splits), splits
+    return complete_config(config, splits), splits
 
 
 def check_recipe(config: Config) -> None:
