@@ -22,7 +22,7 @@ from safetensors import safe_open
 from plainvit.cli import main
 from plainvit.config import Augment, Config, Optim, ViTConfig
 from plainvit.runtime.checkpoint import Checkpoints, hash_tensors
-from plainvit.runtime.folder import metrics
+from plainvit.runtime.folder import read_metrics
 
 CHILDREN = multiprocessing.get_context("forkserver")  # forks of one process that has loaded torch, and nothing else
 CHILDREN.set_forkserver_preload(["plainvit.train.run", "plainvit.cli"])
@@ -166,11 +166,11 @@ def weights(out: Path) -> str:
 
 def timeless(out: Path) -> list[dict[str, Any]]:
     """The lines of metrics without what a clock measured."""
-    return [{name: value for name, value in line.items() if name not in TIMING} for line in metrics(out)]
+    return [{name: value for name, value in line.items() if name not in TIMING} for line in read_metrics(out)]
 
 
 def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in metrics(out) if "loss" in line]
+    return [line["loss"] for line in read_metrics(out) if "loss" in line]
 
 
 def status(out: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from plainvit.data.splits import open_splits
 from plainvit.evaluate.card import read_card, read_run_settings
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
-from plainvit.runtime.folder import metrics
+from plainvit.runtime.folder import read_metrics
 from plainvit.train import finalize, linear_head, time_budget
 from plainvit.train.run import describe_plan, fit
 from plainvit.train.schedule import learning_rate
@@ -104,7 +104,7 @@ def test_an_unfinished_run_has_the_first_model_to_predict_with(weights: str, tmp
     assert model.about.class_names == open_source(SHAPES, "train").classes
     for name, tensor in first.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
-    assert next(line for line in metrics(tmp_path) if "val" in line)["step"] == 0
+    assert next(line for line in read_metrics(tmp_path) if "val" in line)["step"] == 0
 
 
 @pytest.mark.parametrize(("step", "ema"), [(1, 0.0), (2, 0.9), (4, 0.9)])
@@ -213,7 +213,7 @@ def test_a_run_that_is_out_of_time_ends_at_once(weights: str, tmp_path: Path) ->
     assert (done.metrics["steps"], done.metrics["steps_planned"]) == (4, 100)
     assert read(tmp_path, "status.json")["steps"] == 4
     assert read_run_settings(tmp_path, read_card(tmp_path))["steps"] == 4  # what `plainvit compare` shows
-    assert [line["step"] for line in metrics(tmp_path) if "val" in line] == [0, 4]
+    assert [line["step"] for line in read_metrics(tmp_path) if "val" in line] == [0, 4]
 
 
 @pytest.mark.parametrize("steps", [1, 9])

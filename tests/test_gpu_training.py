@@ -33,7 +33,7 @@ def on_gpu(name: Any, **changes: Any) -> Config:
 
 
 def state(out: Path) -> dict[str, str]:
-    tensors, _ = Checkpoints(out / "checkpoints", 1).newest() or ({}, {})
+    tensors, _ = Checkpoints(out / "checkpoints", 1).read_newest() or ({}, {})
     return {name: hash_tensors({name: tensor}) for name, tensor in tensors.items()}
 
 

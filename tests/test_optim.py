@@ -127,7 +127,7 @@ def test_optimizers_are_those_of_torch_and_timm(optim: Optim, decay: float, thei
         for trained, optimizer in ((model, ours), (twin, reference)):
             gradients(trained, step)
             optimizer.step()
-        ours.zero()
+        ours.zero_grad()
     for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 

@@ -26,7 +26,7 @@ from plainvit.models import ViT, build
 from plainvit.names import configure
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.distributed import World
-from plainvit.runtime.folder import Folder, metrics
+from plainvit.runtime.folder import Folder, read_metrics
 from plainvit.train.loop import train
 from plainvit.train.run import fit
 from plainvit.train.schedule import learning_rate
@@ -226,7 +226,7 @@ def test_the_seed_decides_everything(tmp_path: Path) -> None:
 
 def test_metrics_have_a_line_a_step_and_the_validations(tmp_path: Path) -> None:
     fit(tiny(steps=7, evaluations=3), tmp_path, quiet=True)
-    lines = list(metrics(tmp_path))
+    lines = list(read_metrics(tmp_path))
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6, 7]
     images = json.loads((tmp_path / "data.json").read_text())["splits"]["train"]["images"]
     assert [line["epoch"] for line in lines if "loss" in line] == [step * 12 / images for step in range(1, 8)]
@@ -258,7 +258,7 @@ def test_a_better_validation_before_the_end_is_reported(tmp_path: Path) -> None:
     data = {"data": "shapes:size=16,count=600,classes=3", "holdout": 0.5}  # 600 images tell 33 % from 28
     config = tiny(steps=6, evaluations=3, seed=3, optim=optim, **data)
     done = fit(config, tmp_path / "run", quiet=True, bare=True)
-    vals = {line["step"]: line["val"]["top1"] for line in metrics(tmp_path / "run") if "val" in line}
+    vals = {line["step"]: line["val"]["top1"] for line in read_metrics(tmp_path / "run") if "val" in line}
     best = max(vals, key=lambda step: (vals[step], -step))
     assert vals[best] > vals[6]
     assert done.metrics["better_before"] == {"step": best, "top1": vals[best]}

@@ -37,7 +37,7 @@ from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
 from plainvit.runtime.checkpoint import hash_tensors
 from plainvit.runtime.distributed import World
-from plainvit.runtime.folder import environment, replace_non_finite
+from plainvit.runtime.folder import describe_environment, replace_non_finite
 
 VERSION = 2
 CARD, IMAGES = "card.json", "images.parquet"
@@ -84,7 +84,7 @@ def make_card(predictor: Predictor, labels: Labels, result: Result, world: World
         model=_describe_model(predictor),
         preprocess=_describe_preprocess(predictor),
         precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[predictor.dtype],
-        environment=environment(world.device) | {"processes": world.size},
+        environment=describe_environment(world.device) | {"processes": world.size},
     )
 
 

@@ -116,7 +116,7 @@ class Checkpoints:
         matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
-    def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def read_newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Tensors and state of the newest valid checkpoint. Skips damaged ones with a warning."""
         if self.world.is_main:
             self.sweep()

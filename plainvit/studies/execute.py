@@ -22,7 +22,7 @@ from plainvit.analyse.figures import save
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.disk import make_folder, read_json, write_text
-from plainvit.runtime.folder import environment, replace_non_finite
+from plainvit.runtime.folder import describe_environment, replace_non_finite
 from plainvit.studies.claims import CLAIMS, Budget
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.plans import Plan
@@ -134,7 +134,7 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
         command += f" --seeds {plan.count}"
     if settings.data_root:
         command += " --data-root DIR"
-    machine = environment("cuda" if settings.budget != "cpu" and torch.cuda.is_available() else "cpu")
+    machine = describe_environment("cuda" if settings.budget != "cpu" and torch.cuda.is_available() else "cpu")
     record = {
         **{name: getattr(study, name) for name in ("number", "claim", "source", "paper", "limits", "rule", "metric")},
         "study": study.name,

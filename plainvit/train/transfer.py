@@ -156,6 +156,7 @@ def make_initial_model(config: Config, splits: Splits) -> ViT | ResNet:
     assert config.preprocess
     model = build(config.model)
     if config.init:
+        # The loaded model is not used itself: it has the dropout and stochastic depth of its file
         model.load_state_dict(load_init(config, config.model, splits).state_dict())
     else:
         model.initialize(torch.Generator().manual_seed(config.seed))
