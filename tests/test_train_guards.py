@@ -450,7 +450,7 @@ def test_the_micro_batch_is_found_by_halving(
 
 
 def test_only_too_little_memory_makes_a_micro_batch_smaller() -> None:
-    run: Any = SimpleNamespace(cast=nullcontext, optimizers=SimpleNamespace(zero=lambda: None))
+    run: Any = SimpleNamespace(cast=nullcontext, optimizers=SimpleNamespace(zero_grad=lambda: None))
     run.objective = runs.fail(NO_MEMORY)
     assert not micro_batch.can_compute(run, [])
     run.objective = runs.fail(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
