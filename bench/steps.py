@@ -34,7 +34,7 @@ from plainvit.train.loop import take_step
 from plainvit.train.setup import build_training
 from plainvit.train.state import Training
 from plainvit.train.step import Prefetcher
-from plainvit.train.transfer import resolve
+from plainvit.train.transfer import complete_config
 
 BATCHES, CLASSES = 4, 16  # few batches and classes: the loss falls, so that differences between systems show
 BASELINE = "plainvit"
@@ -173,7 +173,7 @@ def open_steps(config: Config) -> Iterator[Callable[[], float]]:
     """A function that takes a training step on the data of a config, reading included, and returns its seconds."""
     splits = open_splits(config)
     splits.val = splits.test = None
-    config = resolve(config, splits)
+    config = complete_config(config, splits)
     with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:
         training = build_training(config, splits, folder, quiet=True)
         with contextlib.closing(training.loader.batches(0, config.steps)) as batches:

@@ -21,8 +21,8 @@ from safetensors import safe_open
 
 from plainvit.cli import main
 from plainvit.config import Augment, Config, Optim, ViTConfig
-from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
-from plainvit.runtime.folder import metrics
+from plainvit.runtime.checkpoint import Checkpoints, hash_tensors
+from plainvit.runtime.folder import read_metrics
 
 CHILDREN = multiprocessing.get_context("forkserver")  # forks of one process that has loaded torch, and nothing else
 CHILDREN.set_forkserver_preload(["plainvit.train.run", "plainvit.cli"])
@@ -152,7 +152,7 @@ def outcome(out: Path) -> dict[str, Any]:
 def hash_parts(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """A hash each of the weights, the averages and the optimizer's state."""
     return {
-        part: tensor_hash({name: tensor for name, tensor in tensors.items() if name.startswith(part)})
+        part: hash_tensors({name: tensor for name, tensor in tensors.items() if name.startswith(part)})
         for part in ("model.", "average.", "optimizer.")
     }
 
@@ -161,16 +161,16 @@ def weights(out: Path) -> str:
     """A hash of the final tensors and of the metadata of their file."""
     with safe_open(out / "model.safetensors", "pt") as file:
         described = hashlib.sha256(json.dumps(file.metadata(), sort_keys=True).encode()).hexdigest()
-        return described + tensor_hash({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        return described + hash_tensors({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
 def timeless(out: Path) -> list[dict[str, Any]]:
     """The lines of metrics without what a clock measured."""
-    return [{name: value for name, value in line.items() if name not in TIMING} for line in metrics(out)]
+    return [{name: value for name, value in line.items() if name not in TIMING} for line in read_metrics(out)]
 
 
 def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in metrics(out) if "loss" in line]
+    return [line["loss"] for line in read_metrics(out) if "loss" in line]
 
 
 def status(out: Path) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def interrupt(out: Path, number: int) -> None:
 # point -> the object, the function of it, and whether the action comes before or after the call
 POINTS: dict[str, tuple[str, str, str]] = {
     "saving": ("safetensors.torch", "save_file", "before"),
-    "hashing": ("plainvit.runtime.checkpoint", "file_hash", "before"),  # tensors are written, state.json is not
+    "hashing": ("plainvit.runtime.checkpoint", "hash_file", "before"),  # tensors are written, state.json is not
     "renaming": ("plainvit.runtime.checkpoint", "sync_folder", "after"),  # all is written under a temporary name
     "pruning": ("plainvit.runtime.checkpoint.Checkpoints", "_prune", "before"),
     "stepping": ("plainvit.train.loop", "take_step", "before"),

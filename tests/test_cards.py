@@ -31,7 +31,7 @@ from plainvit.evaluate.card import Card, _compute_metrics, read_card, read_rows
 from plainvit.evaluate.compare import compare, find_published
 from plainvit.evaluate.labels import align
 from plainvit.evaluate.metrics import Result
-from plainvit.runtime.checkpoint import tensor_hash
+from plainvit.runtime.checkpoint import hash_tensors
 
 pytestmark = pytest.mark.usefixtures("no_report")
 Both = tuple[Evaluation, Evaluation]
@@ -126,7 +126,7 @@ def test_a_card_has_metrics_data_model_and_environment(both: Both) -> None:
     assert card.metrics["top5"] == sum(rows["right5"]) / 360
     assert card.metrics["nll"] == pytest.approx(np.mean(rows["nll"]), rel=1e-12)
     model = plainvit.load(card.model["source"])
-    assert card.model["weights"] == tensor_hash(model.state_dict())
+    assert card.model["weights"] == hash_tensors(model.state_dict())
     assert card.model["config"] == json.loads(json.dumps(to_json(model.config)))
     data = {"spec": "digits", "fingerprint": source.fingerprint(), "content": sample_hash(source, 256)}
     assert card.data.items() >= data.items()

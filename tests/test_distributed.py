@@ -24,9 +24,9 @@ from torch import Tensor
 
 import plainvit
 from plainvit.device import choose_device
-from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.runtime.checkpoint import Checkpoints, hash_tensors
 from plainvit.runtime.distributed import DisagreementError, LostError, World, join, raise_lost_peer
-from plainvit.runtime.folder import metrics
+from plainvit.runtime.folder import read_metrics
 from plainvit.train.step import PendingStep
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -61,7 +61,7 @@ def command(folder: Path, *flags: str, steps: int = 12, save: int = 0) -> list[s
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
-    found = Checkpoints(folder / "checkpoints", 9).newest()
+    found = Checkpoints(folder / "checkpoints", 9).read_newest()
     assert found
     return found[0]
 
@@ -164,7 +164,7 @@ def test_resume_with_another_number_of_processes_sees_the_same_samples(tmp_path:
     done = train(parts, steps=60, save=1)
     assert done.returncode == 0, done.stderr
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
-    assert [line["step"] for line in metrics(parts) if "loss" in line] == list(range(1, 61))
+    assert [line["step"] for line in read_metrics(parts) if "loss" in line] == list(range(1, 61))
 
 
 def workers_of(launcher: int) -> list[int]:
@@ -209,7 +209,7 @@ def test_a_run_with_killed_ranks_restarts_and_ends_with_the_same_weights(tmp_pat
     _, err = launcher.communicate(timeout=180)
     assert launcher.returncode == 0, err
     assert f"restart 1 of {kills}" in err
-    assert tensor_hash(state(folder)) == tensor_hash(state(whole))
+    assert hash_tensors(state(folder)) == hash_tensors(state(whole))
     assert losses(folder) == losses(whole)
 
 

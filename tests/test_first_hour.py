@@ -21,13 +21,13 @@ from plainvit.data.splits import open_splits
 from plainvit.evaluate.card import read_card, read_run_settings
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models import build
-from plainvit.runtime.folder import metrics
+from plainvit.runtime.folder import read_metrics
 from plainvit.train import finalize, linear_head, time_budget
 from plainvit.train.run import describe_plan, fit
 from plainvit.train.schedule import learning_rate
 from plainvit.train.state import Progress, Training
 from plainvit.train.time_budget import TimeBudget
-from plainvit.train.transfer import CPU_BATCH, CPU_HOURS, resolve
+from plainvit.train.transfer import CPU_BATCH, CPU_HOURS, complete_config
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 SHAPES = "shapes:size=16,count=90,classes=3"
@@ -104,7 +104,7 @@ def test_an_unfinished_run_has_the_first_model_to_predict_with(weights: str, tmp
     assert model.about.class_names == open_source(SHAPES, "train").classes
     for name, tensor in first.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
-    assert next(line for line in metrics(tmp_path) if "val" in line)["step"] == 0
+    assert next(line for line in read_metrics(tmp_path) if "val" in line)["step"] == 0
 
 
 @pytest.mark.parametrize(("step", "ema"), [(1, 0.0), (2, 0.9), (4, 0.9)])
@@ -156,7 +156,7 @@ def test_a_class_with_one_image_has_a_linear_head(weights: str, tmp_path: Path) 
 @pytest.mark.parametrize("changes", [{"objective": "masked"}, {"init": "", "model": VIT.replace(classes=0)}])
 def test_runs_without_a_pretrained_classifier_have_no_linear_head(weights: str, changes: dict[str, Any]) -> None:
     run_config = config(weights, **changes)
-    assert resolve(run_config, open_splits(run_config)).head == "zero"
+    assert complete_config(run_config, open_splits(run_config)).head == "zero"
 
 
 # Time -----------------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_a_run_that_is_out_of_time_ends_at_once(weights: str, tmp_path: Path) ->
     assert (done.metrics["steps"], done.metrics["steps_planned"]) == (4, 100)
     assert read(tmp_path, "status.json")["steps"] == 4
     assert read_run_settings(tmp_path, read_card(tmp_path))["steps"] == 4  # what `plainvit compare` shows
-    assert [line["step"] for line in metrics(tmp_path) if "val" in line] == [0, 4]
+    assert [line["step"] for line in read_metrics(tmp_path) if "val" in line] == [0, 4]
 
 
 @pytest.mark.parametrize("steps", [1, 9])
@@ -243,7 +243,7 @@ def test_fine_tuning_on_a_cpu_has_a_time_limit_and_small_batches(
     weights: str, changes: dict[str, Any], hours: float, batch: int
 ) -> None:
     run_config = plainvit.recipe("finetune").replace(recipe="finetune", init=weights, data=SHAPES, **changes)
-    resolved = resolve(run_config, open_splits(run_config))
+    resolved = complete_config(run_config, open_splits(run_config))
     assert (resolved.hours, resolved.batch) == (hours, batch)
 
 
@@ -252,7 +252,7 @@ def test_the_plan_is_printed_in_one_line(weights: str) -> None:
     run_config = config(weights, model=model, hours=0.5, init="")
     splits = open_splits(run_config)
     assert splits.val
-    plan = describe_plan(resolve(run_config, splits), splits)
+    plan = describe_plan(complete_config(run_config, splits), splits)
     assert f"{len(splits.train)} training images in 3 classes, {len(splits.val)} held out" in plan
     assert "ViT-Ti/4 at 16 px; 6 steps of 12, at most 30m00s" in plan
 

@@ -14,7 +14,7 @@ from small_runs import before_step, losses, stopped_run
 from plainvit.config import Config, Optim
 from plainvit.data.loader import Batch
 from plainvit.models.fast.fp8 import explain_unsupported
-from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.runtime.checkpoint import Checkpoints, hash_tensors
 from plainvit.train.graphs import Graph
 from plainvit.train.objectives import Classify
 from plainvit.train.run import fit
@@ -33,8 +33,8 @@ def on_gpu(name: Any, **changes: Any) -> Config:
 
 
 def state(out: Path) -> dict[str, str]:
-    tensors, _ = Checkpoints(out / "checkpoints", 1).newest() or ({}, {})
-    return {name: tensor_hash({name: tensor}) for name, tensor in tensors.items()}
+    tensors, _ = Checkpoints(out / "checkpoints", 1).read_newest() or ({}, {})
+    return {name: hash_tensors({name: tensor}) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_non_finite_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Classify, "make_inputs", spoil)
     hashes: dict[int, str] = {}
     for number in range(8, 11):
-        before_step(monkeypatch, number, lambda run: hashes.update({run.progress.step: tensor_hash(run.tensors())}))
+        before_step(monkeypatch, number, lambda run: hashes.update({run.progress.step: hash_tensors(run.tensors())}))
     fit(on_gpu("muon"), tmp_path, quiet=True)
     assert hashes[7] != hashes[8] == hashes[9]
     assert Checkpoints(tmp_path / "captures", 1).steps() == [9]

@@ -13,7 +13,7 @@ import small_runs as runs
 import tiny
 import torch
 from pictures import encode, plant
-from small_runs import StoppedError, metrics, status
+from small_runs import StoppedError, read_metrics, status
 from torch import Tensor, nn
 
 from plainvit.analyse import attention, explorer
@@ -34,7 +34,7 @@ from plainvit.train.nonfinite import DivergedError
 from plainvit.train.run import fit
 from plainvit.train.setup import build_training
 from plainvit.train.state import averaged_weights
-from plainvit.train.transfer import resolve
+from plainvit.train.transfer import complete_config
 
 SIZE = (24, 40)
 IMAGES = 6
@@ -153,7 +153,7 @@ def test_a_non_finite_validation_is_reported_and_training_continues(
     runs.without_figures(monkeypatch)
     fail_validations(monkeypatch, {1, 3})
     fit(runs.config(steps=12, evaluations=4), tmp_path, quiet=False)
-    validations = {line["step"]: line["val"] for line in metrics(tmp_path) if "val" in line}
+    validations = {line["step"]: line["val"] for line in read_metrics(tmp_path) if "val" in line}
     assert {step: val.get("non_finite") for step, val in validations.items()} == {3: 3, 6: None, 9: 3, 12: None}
     assert all(("top1" in val) != ("non_finite" in val) for val in validations.values())
     said = [line for line in capsys.readouterr().err.splitlines() if "validation" in line]
@@ -167,12 +167,12 @@ def test_patience_never_takes_the_weights_of_a_non_finite_validation(
     runs.without_figures(monkeypatch)
     fail_validations(monkeypatch, {2, 3})
     done = fit(runs.config(steps=12, evaluations=4, patience=2), tmp_path, quiet=True)
-    assert [line["step"] for line in metrics(tmp_path) if "val" in line] == [3, 6, 9]  # two that are no better
+    assert [line["step"] for line in read_metrics(tmp_path) if "val" in line] == [3, 6, 9]  # two that are no better
     assert done.metrics["val"]["top1"] == metrics_at(tmp_path, 3)["top1"]
 
 
 def metrics_at(folder: Path, step: int) -> dict[str, float]:
-    return next(line["val"] for line in metrics(folder) if line["step"] == step and "val" in line)
+    return next(line["val"] for line in read_metrics(folder) if line["step"] == step and "val" in line)
 
 
 def test_final_weights_with_non_finite_outputs_are_a_diverged_run(
@@ -199,7 +199,7 @@ def test_a_non_finite_loss_of_hidden_patches_is_an_error(tmp_path: Path) -> None
     config = runs.config(augment=Augment(crop="none"), **masked)
     splits = open_splits(config)
     with Folder(tmp_path / "run") as folder:
-        run = build_training(resolve(config, splits), splits, folder, quiet=True)
+        run = build_training(complete_config(config, splits), splits, folder, quiet=True)
     run.objective.model.norm.bias.data.fill_(float("nan"))
     assert isinstance(run.objective, PredictPatches)
     assert run.validation

@@ -61,7 +61,7 @@ def test_every_image_hides_the_same_number_of_patches(ratio: float, hidden: int)
     net = objective(masked=Masked(ratio=ratio), image_size=112)
     order, source = draw(net, 300)
     n = 14 * 14
-    assert net.hidden == hidden
+    assert net.hidden_count == hidden
     assert torch.equal(order.sort(1).values, torch.arange(n).expand(300, n))  # a permutation each
     corrupted = torch.zeros(300, n, dtype=torch.bool).scatter(1, order[:, :hidden], True)
     assert (source == torch.arange(n))[~corrupted].all()
@@ -129,10 +129,14 @@ def test_colors_equal_numpy(target: Any, cells: int) -> None:
     net, images = objective(masked=Masked(target=target)), photos(4)
     places = torch.arange(15).flip(0).expand(4, -1)
     wanted = np.stack([cells_by_numpy(image, 8, cells) for image in images.numpy()])[:, ::-1]
-    assert np.array_equal(net.colors(images, places).numpy(), wanted)
+
+    def colors(pixels: Tensor) -> np.ndarray:
+        return net.make_color_targets(pixels, places).numpy()
+
+    assert np.array_equal(colors(images), wanted)
     assert wanted.max() == 511
-    assert np.array_equal(net.colors(images.double() / 255, places)[:2].numpy(), wanted[:2])  # white and black
-    assert np.mean(net.colors(images.float() / 255, places).numpy() == wanted) > 0.99  # but for ties of rounding
+    assert np.array_equal(colors(images.double() / 255)[:2], wanted[:2])  # white and black
+    assert np.mean(colors(images.float() / 255) == wanted) > 0.99  # but for ties of rounding
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -140,7 +144,7 @@ def test_pixels_equal_numpy(normalize: bool) -> None:
     net = objective("mae", PIXELS.replace(normalize=normalize), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
     images, places = tiny.images(2), torch.tensor([[14, 0, 6], [3, 2, 1]])
     x = (images.numpy() - np.reshape((0.4, 0.5, 0.6), (3, 1, 1))) / np.reshape((0.2, 0.3, 0.4), (3, 1, 1))
-    for row, targets in zip(range(2), net.pixels(images, places).numpy(), strict=True):
+    for row, targets in zip(range(2), net.make_pixel_targets(images, places).numpy(), strict=True):
         for place, one in zip(places[row].tolist(), targets, strict=True):
             top, left = place // 5 * 8, place % 5 * 8
             wanted = x[row, :, top : top + 8, left : left + 8]
@@ -170,7 +174,7 @@ def test_paper_loss_counts_corrupted_patches_only(target: Any) -> None:
     _, order, source = net.make_inputs(batch(images), 0)
     loss, right = net(images, order, source)
     answers = answers_for_all(net, images, source).detach().numpy()
-    hidden = order[:, : net.hidden].numpy()
+    hidden = order[:, : net.hidden_count].numpy()
     if target == "pixels":
         wanted = patchify((images - 0.5) / 0.5, (8, 8)).numpy()
         errors = ((answers - wanted) ** 2).mean(2)
@@ -209,9 +213,8 @@ def test_mae_encoder_equals_plain_vit_on_a_subset(settings: dict[str, Any]) -> N
     order = net.make_inputs(batch(images), 0)[1]
     model, first = net.model, net.model.config.prefix
     whole = model.embed(images)
-    rows = [
-        torch.cat((one[:first], one[first + places])) for one, places in zip(whole, order[:, net.hidden :], strict=True)
-    ]
+    visible = order[:, net.hidden_count :]
+    rows = [torch.cat((one[:first], one[first + places])) for one, places in zip(whole, visible, strict=True)]
     x = torch.stack(rows)
     for block in model.blocks:
         x = block(x)
@@ -231,7 +234,7 @@ def find_visible(net: PredictPatches, images: Tensor, *masks: Tensor) -> Tensor:
 def test_predictions_depend_on_visible_pixels_only() -> None:
     net, images = objective("mae", PIXELS.replace(ratio=0.6)), tiny.images(4)
     _, *masks = net.make_inputs(batch(images), 0)
-    hidden = torch.zeros(4, 15, dtype=torch.bool).scatter(1, masks[0][:, : net.hidden], True)
+    hidden = torch.zeros(4, 15, dtype=torch.bool).scatter(1, masks[0][:, : net.hidden_count], True)
     assert torch.equal(find_visible(net, images, *masks), ~hidden)
 
 
@@ -344,12 +347,12 @@ def test_figure_of_a_perfect_prediction_is_the_image() -> None:
     images, places = photos(3), torch.tensor([[0, 7], [1, 2], [14, 3]])
     for masked in (PIXELS, PIXELS.replace(normalize=True)):
         net = objective("mae", masked, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
-        painted = net.to_pixels(net.pixels(images, places), images, places)
+        painted = net.to_pixels(net.make_pixel_targets(images, places), images, places)
         wanted = patchify(images.double() / 255, (8, 8)).gather(1, places.unsqueeze(2).expand(-1, -1, 192))
         assert (painted - wanted).abs().max() < 1e-6
     for target, cells in (("color", 1), ("colors16", 4)):
         net = objective("masked", Masked(target=target))
-        answers = torch.nn.functional.one_hot(net.colors(images, places), 512).flatten(2).float()
+        answers = torch.nn.functional.one_hot(net.make_color_targets(images, places), 512).flatten(2).float()
         painted = net.to_pixels(answers, images, places).view(3, 2, 3, cells, 8 // cells, cells, 8 // cells)
         mean = (images.double() / 255).view(3, 3, 3, 8, 5, 8).permute(0, 2, 4, 1, 3, 5).reshape(3, 15, 3, 8, 8)
         mean = torch.stack([one[rows] for one, rows in zip(mean, places, strict=True)]).view_as(painted)

@@ -14,11 +14,11 @@ import plainvit
 from plainvit.config import Augment, Config, Masked, Optim, ViTConfig
 from plainvit.data.splits import open_splits
 from plainvit.models import ViT
-from plainvit.runtime.folder import Folder, metrics
+from plainvit.runtime.folder import Folder, read_metrics
 from plainvit.train.replay import replay
 from plainvit.train.run import fit
 from plainvit.train.setup import build_training
-from plainvit.train.transfer import resolve
+from plainvit.train.transfer import complete_config
 
 MODEL = ViTConfig(width=16, depth=1, heads=2, mlp_dim=32, patch=(4, 4), image_size=(16, 16), classes=0)
 SHAPES = "shapes:size=16,count=60,classes=3"
@@ -54,7 +54,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(kind: str, tmp_path: Pa
 @quick
 def test_validation_is_the_loss_on_the_same_masks(kind: str, tmp_path: Path) -> None:
     done = fit(config(kind), tmp_path / "run", quiet=True)
-    lines = list(metrics(tmp_path / "run"))
+    lines = list(read_metrics(tmp_path / "run"))
     validations = [line["val"] for line in lines if "val" in line]
     colors = kind.startswith("color")
     assert len(validations) == 3
@@ -73,7 +73,7 @@ def test_validation_is_the_loss_on_the_same_masks(kind: str, tmp_path: Path) -> 
 def test_masked_prediction_learns(kind: str, most: float, tmp_path: Path) -> None:
     """Flat patches of a known color are easily predicted from their neighbors; a constant has log(512), or 1."""
     done = fit(config(kind, steps=60, evaluations=2, optim=Optim(lr=1e-2, warmup=0.1)), tmp_path, quiet=True)
-    first = next(line["val"]["loss"] for line in metrics(tmp_path) if "val" in line)
+    first = next(line["val"]["loss"] for line in read_metrics(tmp_path) if "val" in line)
     assert done.metrics["val"]["loss"] < min(first, most)
 
 
@@ -89,7 +89,7 @@ def test_the_result_is_a_plain_vit_to_fine_tune(tmp_path: Path) -> None:
         tuned = runs.config(init=str(tmp_path / "masked"), model=model, data=SHAPES, steps=4)
         splits = open_splits(tuned)
         with Folder(tmp_path / "look", writes=False) as folder:
-            run = build_training(resolve(tuned, splits), splits, folder, quiet=True)
+            run = build_training(complete_config(tuned, splits), splits, folder, quiet=True)
         for name, weight in encoder.state_dict().items():
             assert torch.equal(run.objective.model.state_dict()[name], weight), name
         done = fit(tuned, tmp_path / f"tuned{model is None}", quiet=True)

@@ -154,7 +154,7 @@ def test_one_batch_is_learned_by_heart(name: str, loss: str) -> None:
         result.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         ours.step()
-        ours.zero()
+        ours.zero_grad()
         value = result.item()
     assert value < 0.01
     assert correct == 8

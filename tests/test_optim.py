@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plainvit.config import Optim
 from plainvit.models import create
-from plainvit.runtime.checkpoint import tensor_hash
+from plainvit.runtime.checkpoint import hash_tensors
 from plainvit.train.optim import (
     Average,
     Muon,
@@ -128,7 +128,7 @@ def test_optimizers_are_those_of_torch_and_timm(optim: Optim, decay: float, thei
         for trained, optimizer in ((model, ours), (twin, reference)):
             gradients(trained, step)
             optimizer.step()
-        ours.zero()
+        ours.zero_grad()
     for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -218,7 +218,7 @@ def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
     take(other, twin, range(7, 20))
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert tensor_hash(ours.state()) == tensor_hash(other.state())
+    assert hash_tensors(ours.state()) == hash_tensors(other.state())
 
 
 @pytest.mark.parametrize(("name", "device"), [("adamw", "cuda"), ("lamb", "cpu")])

@@ -37,7 +37,7 @@ from plainvit.data.transforms import NUM_UNIFORMS, crop_boxes
 from plainvit.names import configure
 from plainvit.planning.cost import training_exaflops
 from plainvit.recipes import choose_recipe, list_recipes, masked, read_docstring, recipe, starters
-from plainvit.train.transfer import resolve
+from plainvit.train.transfer import complete_config
 
 NAMES = list_recipes()
 every_recipe = pytest.mark.parametrize("name", NAMES)
@@ -504,7 +504,7 @@ def test_image_size_scales_the_crops_and_changes_nothing_else(name: str) -> None
 
 def test_a_crop_larger_than_the_resized_image_is_an_error() -> None:
     made = recipe("digits").replace(augment=Augment(crop="random", resize=9))
-    assert resolve(made, open_splits(made)).augment.resize == 9
+    assert complete_config(made, open_splits(made)).augment.resize == 9
     made = made.replace(model=made.model.replace(image_size=(10, 10)))
     with pytest.raises(ValueError, match=r"--augment.resize"):
-        resolve(made, open_splits(made))
+        complete_config(made, open_splits(made))

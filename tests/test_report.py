@@ -24,7 +24,7 @@ from plainvit.analyse.html import Html, element, embed_image, make_section, rend
 from plainvit.analyse.report import write_report
 from plainvit.config import Config, Optim, ViTConfig, to_json
 from plainvit.evaluate.statistics import describe_confidence
-from plainvit.runtime.folder import metrics
+from plainvit.runtime.folder import read_metrics
 
 CLASSES = ["cat", "dog", "emu"]
 COUNTS = [[17, 3, 0], [1, 28, 1], [5, 5, 40]]  # correct: 85 %, 93.3 %, 80 %; in all 85 of 100
@@ -183,7 +183,7 @@ def test_non_finite_values_are_tolerated(tmp_path: Path) -> None:
     assert "2 steps skipped" in text
     assert "interval" not in text
     assert "nan" not in text.replace("NaN or Inf", "").lower()
-    table = curves.tabulate(metrics(folder))
+    table = curves.tabulate(read_metrics(folder))
     assert table["loss"][0] == 2
     assert np.isnan(table["loss"][[4, 9, 11]]).all()
 

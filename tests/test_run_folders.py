@@ -20,8 +20,8 @@ from torch import Tensor
 
 from plainvit.analyse.report import read_run
 from plainvit.evaluate.predict import describe_accuracy_of_run
-from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, _state_hash, file_hash
-from plainvit.runtime.folder import read_commit, read_results, run_seconds
+from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, _hash_state, hash_file
+from plainvit.runtime.folder import read_commit, read_results, read_run_seconds
 
 VALUES = (None, "x", -1, 10**9, 10**400, 1.5, math.nan, math.inf, True, [], {}, [[1]], {"a": {"b": None}}, ["\udce9"])
 TEXTS = ("", '{"a": 1', "[1]", "null", "[" * 100_000, "\x00")
@@ -107,7 +107,7 @@ def test_a_run_resumes_from_an_edited_folder_or_exits_cleanly(home: Path, tmp_pa
 @pytest.mark.parametrize("name", ["results.json", "card.json", "environment.json", "config.json", "status.json"])
 def test_an_edited_finished_run_is_read_or_exits_cleanly(home: Path, tmp_path: Path, name: str) -> None:
     out = copied(home, "done", tmp_path / "run")
-    readers: tuple[Callable[[Path], object], ...] = (read_results, run_seconds, describe_accuracy_of_run, read_run)
+    readers: tuple[Callable[[Path], object], ...] = (read_results, read_run_seconds, describe_accuracy_of_run, read_run)
     for number, text in enumerate(damaged_texts(home / "done" / name)[:60]):
         (out / name).write_text(text, encoding="utf-8")
         for read in readers:
@@ -139,8 +139,8 @@ def write_checkpoint(out: Path, tensors: dict[str, Tensor], **progress: Any) -> 
     safetensors.torch.save_file(tensors, folder / TENSORS)
     state = json.loads((folder / STATE).read_text())
     del state["sha256"]
-    state |= {"files": {TENSORS: file_hash(folder / TENSORS)}, "progress": state["progress"] | progress}
-    (folder / STATE).write_text(json.dumps(state | {"sha256": _state_hash(state)}))
+    state |= {"files": {TENSORS: hash_file(folder / TENSORS)}, "progress": state["progress"] | progress}
+    (folder / STATE).write_text(json.dumps(state | {"sha256": _hash_state(state)}))
 
 
 def without(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:

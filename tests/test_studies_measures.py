@@ -22,7 +22,7 @@ from plainvit.studies import learned_structure, measures
 from plainvit.studies.base_configs import base
 from plainvit.studies.study import held_out
 from plainvit.train.run import fit
-from plainvit.train.transfer import make_initial_model, resolve
+from plainvit.train.transfer import complete_config, make_initial_model
 
 SMALL = ViTConfig(width=32, depth=3, heads=4, mlp_dim=32, patch=(4, 4), image_size=(24, 32), classes=0)
 DIGITS = Config(model=SMALL, data="digits", holdout=0.3, steps=5)
@@ -93,7 +93,7 @@ def test_untrained_model_has_the_initial_weights_of_its_seed(tmp_path: Path) -> 
     config = base("cpu").replace(seed=3)
     twin = measures.load_model(measures.untrained_config(config), tmp_path).state_dict()
     splits = open_splits(config)
-    start = make_initial_model(resolve(config, splits), splits).state_dict()
+    start = make_initial_model(complete_config(config, splits), splits).state_dict()
     assert set(start) - set(twin) == {"head.weight", "head.bias"}
     assert all(torch.equal(start[name], twin[name]) for name in twin)
 

@@ -26,12 +26,12 @@ from plainvit.models import ViT, build
 from plainvit.names import configure
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.distributed import World
-from plainvit.runtime.folder import Folder, metrics
+from plainvit.runtime.folder import Folder, read_metrics
 from plainvit.train.loop import train
 from plainvit.train.run import fit
 from plainvit.train.schedule import learning_rate
 from plainvit.train.setup import build_objective, build_training, choose_compile
-from plainvit.train.transfer import resolve
+from plainvit.train.transfer import complete_config
 from plainvit.weights.published import TO_START
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -96,7 +96,7 @@ def test_every_recipe_takes_two_steps(name: str, tmp_path: Path) -> None:
     config = smaller(config, tmp_path / "init.safetensors")
     splits = open_splits(config)
     with Folder(tmp_path / "run") as folder:
-        run = build_training(resolve(config, splits), splits, folder, quiet=True)
+        run = build_training(complete_config(config, splits), splits, folder, quiet=True)
         before = {name: p.detach().clone() for name, p in run.objective.named_parameters()}
         train(run)
     found = losses(tmp_path / "run")
@@ -226,7 +226,7 @@ def test_the_seed_decides_everything(tmp_path: Path) -> None:
 
 def test_metrics_have_a_line_a_step_and_the_validations(tmp_path: Path) -> None:
     fit(tiny(steps=7, evaluations=3), tmp_path, quiet=True)
-    lines = list(metrics(tmp_path))
+    lines = list(read_metrics(tmp_path))
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6, 7]
     images = json.loads((tmp_path / "data.json").read_text())["splits"]["train"]["images"]
     assert [line["epoch"] for line in lines if "loss" in line] == [step * 12 / images for step in range(1, 8)]
@@ -258,7 +258,7 @@ def test_a_better_validation_before_the_end_is_reported(tmp_path: Path) -> None:
     data = {"data": "shapes:size=16,count=600,classes=3", "holdout": 0.5}  # 600 images tell 33 % from 28
     config = tiny(steps=6, evaluations=3, seed=3, optim=optim, **data)
     done = fit(config, tmp_path / "run", quiet=True, bare=True)
-    vals = {line["step"]: line["val"]["top1"] for line in metrics(tmp_path / "run") if "val" in line}
+    vals = {line["step"]: line["val"]["top1"] for line in read_metrics(tmp_path / "run") if "val" in line}
     best = max(vals, key=lambda step: (vals[step], -step))
     assert vals[best] > vals[6]
     assert done.metrics["better_before"] == {"step": best, "top1": vals[best]}
@@ -312,7 +312,7 @@ def test_settings_that_fsdp_does_not_support_are_errors(changes: dict[str, Any])
     config = tiny(parallel="fsdp", **changes)
     splits = open_splits(config)
     with pytest.raises(ValueError, match="--parallel ddp"):
-        build_objective(resolve(config, splits), splits, World(size=2))
+        build_objective(complete_config(config, splits), splits, World(size=2))
 
 
 def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_finetuning_replaces_the_head_and_resamples_the_positions(tmp_path: Path
 def test_image_size_also_changes_a_model_that_is_given(tmp_path: Path, has_init: bool) -> None:
     init = str(plainvit.save(build(TINY.replace(classes=3)), tmp_path / "w.safetensors")) if has_init else ""
     config = tiny(init=init, image_size=32)
-    model = resolve(config, open_splits(config)).model
+    model = complete_config(config, open_splits(config)).model
     assert model
     assert model.image_size == (32, 32)
 
@@ -348,9 +348,9 @@ def test_a_binary_loss_rejects_smoothed_labels() -> None:
     """Every class of a smoothed label is above 0, and would count as the class."""
     smoothed = tiny(loss="binary", augment=Augment(crop="none", smoothing=0.1))
     with pytest.raises(ValueError, match=r"--augment.smoothing 0"):
-        resolve(smoothed, open_splits(smoothed))
+        complete_config(smoothed, open_splits(smoothed))
     plain = smoothed.replace(augment=Augment(crop="none"))
-    assert resolve(plain, open_splits(plain)).loss == "binary"
+    assert complete_config(plain, open_splits(plain)).loss == "binary"
 
 
 def test_a_teacher_needs_the_classes_in_the_same_order(tmp_path: Path) -> None:
@@ -382,9 +382,10 @@ def test_a_fine_tuning_of_few_photos_is_long_enough(tmp_path: Path) -> None:
     weights = plainvit.save(build(TINY.replace(classes=2)), tmp_path / "start.safetensors")
     config = recipe("finetune").replace(data=photos, init=str(weights), batch=2)
     splits = open_splits(config)
-    assert [risk for risk, _ in find_data_problems(resolve(config, splits), splits)] == []
+    assert [risk for risk, _ in find_data_problems(complete_config(config, splits), splits)] == []
     asked = ({}, {"epochs": 20.0}, {"epochs": 30.0}, {"steps": 15})
-    assert [resolve(config.replace(**one), splits).steps for one in asked] == [200, 20 * 10 // 2, 30 * 10 // 2, 15]
+    steps = [complete_config(config.replace(**one), splits).steps for one in asked]
+    assert steps == [200, 20 * 10 // 2, 30 * 10 // 2, 15]
     assert count_steps(config, 1437) == 20 * 1437 // 2
 
 

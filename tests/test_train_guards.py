@@ -35,9 +35,9 @@ from torch import Tensor
 from plainvit.config import Config, Optim
 from plainvit.data.splits import Splits
 from plainvit.models import build
-from plainvit.runtime.checkpoint import Checkpoints, tensor_hash
+from plainvit.runtime.checkpoint import Checkpoints, hash_tensors
 from plainvit.runtime.distributed import World
-from plainvit.runtime.folder import metrics
+from plainvit.runtime.folder import read_metrics
 from plainvit.train import loop, micro_batch
 from plainvit.train import run as run_module
 from plainvit.train.loop import validation_score
@@ -68,7 +68,7 @@ def finish(recipe: str, out: Path) -> dict[str, Any]:
 
 
 def newest(out: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    checkpoint = Checkpoints(out / "checkpoints", 1).newest()
+    checkpoint = Checkpoints(out / "checkpoints", 1).read_newest()
     assert checkpoint is not None
     return checkpoint
 
@@ -132,7 +132,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_captured(
     for number, (before, after) in seen.items():
         assert (before == after) == (number == BAD), f"step {number}"
         assert number == BAD or all(before[part] != after[part] for part in before)
-    lines = [line for line in metrics(tmp_path) if "loss" in line]
+    lines = [line for line in read_metrics(tmp_path) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [line["step"] for line in lines if line.get("skipped")] == [BAD]
     assert lines[BAD - 1]["norm"] is None
@@ -140,7 +140,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_captured(
     tensors, state = Checkpoints(tmp_path / "captures", 1).read(BAD)
     assert state["gradients"] == [NAME]
     assert len(state["images"]) == 16
-    assert tensor_hash(tensors) == seen[BAD][0]["model."]
+    assert hash_tensors(tensors) == seen[BAD][0]["model."]
 
 
 @pytest.mark.parametrize("nll", [math.nan, math.inf, None])  # None: of a finished run, from results.json
@@ -210,7 +210,7 @@ def test_replay_repeats_a_step_exactly(tmp_path: Path, capsys: Capture, changes:
     """The steps after checkpoints, with the loss and the norm of the metrics, bit for bit; others are errors."""
     out = tmp_path / "run"
     fit(runs.config(keep=9, **changes), out, quiet=True)
-    lines = {line["step"]: line for line in metrics(out) if "loss" in line}
+    lines = {line["step"]: line for line in read_metrics(out) if "loss" in line}
     for step in (4, 10):
         report = replay(out, step=step)
         assert (report["loss"], report["norm"]) == (lines[step]["loss"], lines[step]["norm"])
@@ -245,7 +245,7 @@ def test_a_signal_saves_and_stops_and_the_run_resumes(
     fit(run_config.replace(recipe=recipe), out, quiet=True)
     for part in ("model.", "average.", "optimizer."):
         assert outcome(out)[part] == undisturbed[part]
-    assert [line["step"] for line in metrics(out) if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in read_metrics(out) if "loss" in line] == list(range(1, 13))
 
 
 @pytest.mark.parametrize(("number", "code"), mostly_slow(SIGNALS, 2))
@@ -450,7 +450,7 @@ def test_the_micro_batch_is_found_by_halving(
 
 
 def test_only_too_little_memory_makes_a_micro_batch_smaller() -> None:
-    run: Any = SimpleNamespace(cast=nullcontext, optimizers=SimpleNamespace(zero=lambda: None))
+    run: Any = SimpleNamespace(cast=nullcontext, optimizers=SimpleNamespace(zero_grad=lambda: None))
     run.objective = runs.fail(NO_MEMORY)
     assert not micro_batch.can_compute(run, [])
     run.objective = runs.fail(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -19,7 +19,7 @@ from tiny import mostly_slow
 
 from plainvit.config import Config, Optim
 from plainvit.data.splits import open_splits
-from plainvit.runtime.folder import metrics
+from plainvit.runtime.folder import read_metrics
 from plainvit.runtime.track import Tracker
 from plainvit.train import doctor
 from plainvit.train.run import fit
@@ -49,7 +49,7 @@ def train(*flags: object) -> None:
 
 
 def steps_of(out: Path) -> list[int]:
-    return [line["step"] for line in metrics(out) if "loss" in line]
+    return [line["step"] for line in read_metrics(out) if "loss" in line]
 
 
 def assert_nothing_is_left() -> None:
@@ -213,7 +213,7 @@ def test_a_changed_config_is_an_error_unless_forced(capsys: Capture) -> None:
     assert contents(out) == before
     train("--optim.lr", 0.1, "--force")
     assert steps_of(out) == [1, 2, 3, 4]
-    assert [line["lr"] for line in metrics(out) if "loss" in line][3] > 0.003
+    assert [line["lr"] for line in read_metrics(out) if "loss" in line][3] > 0.003
     assert json.loads((out / "config.json").read_text())["optim"]["lr"] == 0.1
 
 

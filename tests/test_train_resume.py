@@ -22,9 +22,9 @@ from small_runs import Child, StoppedError, before_step, complete_run, litter, o
 from plainvit.analyse.curves import tabulate
 from plainvit.config import Augment, Config, Optim
 from plainvit.data.resident import ResidentMemoryError
-from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, tensor_hash
+from plainvit.runtime.checkpoint import STATE, TENSORS, Checkpoints, hash_tensors
 from plainvit.runtime.distributed import World
-from plainvit.runtime.folder import metrics
+from plainvit.runtime.folder import read_metrics
 from plainvit.train import finalize, loop
 from plainvit.train.run import fit
 from plainvit.train.signals import InterruptedRunError
@@ -200,7 +200,7 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
     again = fit(runs.config(), tmp_path, quiet=True)
     assert again.metrics == first.metrics
-    assert tensor_hash(again.model.state_dict()) == tensor_hash(first.model.state_dict())
+    assert hash_tensors(again.model.state_dict()) == hash_tensors(first.model.state_dict())
     assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
@@ -300,8 +300,8 @@ def test_metrics_have_times_and_the_resumption(copy: Path, capsys: pytest.Captur
     (event,) = [line for line in lines if "event" in line]
     assert {name: event[name] for name in event if name != "time"} == {"event": "resumed", "step": 9, "processes": 1}
     assert lines[lines.index(event) + 1]["step"] == 10
-    assert not any("event" in line for line in metrics(copy))
-    assert tabulate(metrics(copy))["step"].tolist() == list(range(1, 13))
+    assert not any("event" in line for line in read_metrics(copy))
+    assert tabulate(read_metrics(copy))["step"].tolist() == list(range(1, 13))
 
 
 @pytest.mark.parametrize(
@@ -328,17 +328,17 @@ def flip_one_bit(path: Path, low: int = 0, high: int = 0, seed: int = 3) -> None
 def test_every_flipped_bit_of_a_checkpoint_is_noticed_and_the_one_before_is_read(copy: Path) -> None:
     """Of the header of the tensors, of the tensors, and of the state."""
     checkpoints = Checkpoints(copy / "checkpoints", 2)
-    expected, newest = tensor_hash(checkpoints.read(8)[0]), copy / "checkpoints" / "step-00000009"
+    expected, newest = hash_tensors(checkpoints.read(8)[0]), copy / "checkpoints" / "step-00000009"
     header = 8 + int.from_bytes((newest / TENSORS).read_bytes()[:8], "little")
     for seed in range(10):
         for name, low, high in ((TENSORS, 0, header), (TENSORS, header, 0), (STATE, 0, 0)):
             valid = (newest / name).read_bytes()
             flip_one_bit(newest / name, low, high, seed)
-            checkpoint = checkpoints.newest()
+            checkpoint = checkpoints.read_newest()
             assert checkpoint
-            assert (checkpoint[1]["step"], tensor_hash(checkpoint[0])) == (8, expected), f"{name}, seed {seed}"
+            assert (checkpoint[1]["step"], hash_tensors(checkpoint[0])) == (8, expected), f"{name}, seed {seed}"
             (newest / name).write_bytes(valid)
-    assert checkpoints.newest()[1]["step"] == 9
+    assert checkpoints.read_newest()[1]["step"] == 9
 
 
 def damage_all(out: Path) -> None:
@@ -377,7 +377,7 @@ def test_damaged_checkpoints_do_not_displace_valid_ones(tmp_path: Path) -> None:
     stopped_run(run_config, out, 11)
     damage_all(out)
     stopped_run(run_config, out, 6)
-    newest = Checkpoints(out / "checkpoints", 2).newest()
+    newest = Checkpoints(out / "checkpoints", 2).read_newest()
     assert newest is not None
     assert newest[1]["step"] == 4
     assert complete_run(run_config, out) == complete_run(run_config, tmp_path / "whole")
@@ -409,7 +409,7 @@ def test_a_kill_while_pruning_leaves_no_part_of_a_checkpoint(
             kept._prune(None)
     again = Checkpoints(tmp_path / "checkpoints", 1)
     assert [again.read(step)[1]["step"] for step in again.steps()] == [2, 3]
-    assert again.newest()
+    assert again.read_newest()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
 
 

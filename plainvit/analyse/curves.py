@@ -1,6 +1,6 @@
 """Learning curves of a run: metrics.jsonl as columns, a figure and a report section.
 
-table = tabulate(metrics(Path("runs/digits")))
+table = tabulate(read_metrics(Path("runs/digits")))
 save(draw_curves(table), Path("curves.png"))
 """
 

@@ -27,7 +27,7 @@ from plainvit.config import Config, flatten, to_json
 from plainvit.disk import read_json, write_text
 from plainvit.evaluate.metrics import class_metrics
 from plainvit.runtime.display import format_duration
-from plainvit.runtime.folder import metrics
+from plainvit.runtime.folder import read_metrics
 
 OBJECTIVES = {
     "masked": " without labels, by masked patch prediction",
@@ -72,7 +72,7 @@ class Run:
 def read_run(folder: Path) -> Run:
     names = "config", "data", "results", "environment", "status"
     parts = {name: read_json(folder / f"{name}.json") for name in names}
-    return Run(folder, **parts, curves=tabulate(metrics(folder)))
+    return Run(folder, **parts, curves=tabulate(read_metrics(folder)))
 
 
 def write_report(folder: Path, samples: Sequence[Sample] = (), state: str = "") -> Path:

@@ -27,7 +27,7 @@ from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.models.inference import check_finite
 from plainvit.weights.published import PUBLISHED
-from plainvit.weights.reading import resolve
+from plainvit.weights.reading import locate_weights
 
 MIN_LABELED = 16  # images needed for an accuracy
 
@@ -103,7 +103,7 @@ def resolve_data(model: str | Path, data: str, data_root: str) -> tuple[str, str
     stored = run_settings(model)
     if not isinstance(stored.get("data"), str) or not stored["data"]:
         is_on_hub = str(model).startswith("hf:") or str(model) in PUBLISHED
-        if not is_on_hub and not resolve(model).exists():
+        if not is_on_hub and not locate_weights(model).exists():
             raise ValueError(f"there is no file or folder {model}")
         raise ValueError(f"--data is required, since {model} is no run folder: give a folder or a dataset name")
     return stored["data"], data_root or stored.get("data_root") or ""

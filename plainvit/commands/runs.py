@@ -147,10 +147,10 @@ def plan(
 def _open_data(config: Config) -> tuple[Config, int]:
     """The config with the classes of its data, and the number of training images."""
     from plainvit.data.splits import open_splits
-    from plainvit.train.transfer import resolve
+    from plainvit.train.transfer import complete_config
 
     splits = open_splits(config)
-    return resolve(config, splits), len(splits.train)
+    return complete_config(config, splits), len(splits.train)
 
 
 def doctor(recipe: str = "", /, *, settings: Settings, devices: int = 1, json: Json = False) -> None:

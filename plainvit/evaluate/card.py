@@ -35,9 +35,9 @@ from plainvit.errors import first_line
 from plainvit.evaluate.labels import Labels
 from plainvit.evaluate.metrics import Result
 from plainvit.evaluate.predictor import Predictor
-from plainvit.runtime.checkpoint import tensor_hash
+from plainvit.runtime.checkpoint import hash_tensors
 from plainvit.runtime.distributed import World
-from plainvit.runtime.folder import environment, replace_non_finite
+from plainvit.runtime.folder import describe_environment, replace_non_finite
 
 VERSION = 2
 CARD, IMAGES = "card.json", "images.parquet"
@@ -84,7 +84,7 @@ def make_card(predictor: Predictor, labels: Labels, result: Result, world: World
         model=_describe_model(predictor),
         preprocess=_describe_preprocess(predictor),
         precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[predictor.dtype],
-        environment=environment(world.device) | {"processes": world.size},
+        environment=describe_environment(world.device) | {"processes": world.size},
     )
 
 
@@ -121,7 +121,7 @@ def _describe_model(predictor: Predictor) -> dict[str, Any]:
     return {
         "source": str(predictor.source),
         "family": model.about.family,
-        "weights": tensor_hash(model.state_dict()),
+        "weights": hash_tensors(model.state_dict()),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "config": to_json(model.config),
         **_find_steps(predictor.source),

@@ -29,7 +29,7 @@ from plainvit.disk import make_folder, write_atomically
 from plainvit.errors import first_line
 from plainvit.evaluate.predictor import Predictor
 from plainvit.models.inference import check_finite
-from plainvit.runtime.checkpoint import tensor_hash
+from plainvit.runtime.checkpoint import hash_tensors
 from plainvit.runtime.display import Display
 
 log = logging.getLogger("plainvit")
@@ -105,7 +105,7 @@ def _compute(predictor: Predictor, source: Source, workers: int | None, quiet: b
 
 def _write(path: Path, result: Features) -> None:
     tensors = {"features": result.features, "labels": result.labels, "index": result.index}
-    about = {"plainvit": json.dumps({"unreadable": result.unreadable, "hash": tensor_hash(tensors)})}
+    about = {"plainvit": json.dumps({"unreadable": result.unreadable, "hash": hash_tensors(tensors)})}
     write_atomically(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, about))
 
 
@@ -117,7 +117,7 @@ def _read(path: Path) -> Features | None:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {})["plainvit"])
             tensors = {name: file.get_tensor(name) for name in ("features", "labels", "index")}
-        if about["hash"] != tensor_hash(tensors):
+        if about["hash"] != hash_tensors(tensors):
             raise ValueError("its checksum does not match")
         return Features(**tensors, unreadable=int(about["unreadable"]), cached=True)
     except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:

@@ -108,9 +108,9 @@ class Predictor:
     @functools.cached_property
     def weights_hash(self) -> str:
         """Hash of the weights at the first access, which takes half a second for ViT-B."""
-        from plainvit.runtime.checkpoint import tensor_hash  # loads FSDP, which takes another half
+        from plainvit.runtime.checkpoint import hash_tensors  # loads FSDP, which takes another half
 
-        return tensor_hash(self.model.state_dict())[:16]
+        return hash_tensors(self.model.state_dict())[:16]
 
     def describe(self) -> dict[str, Any]:
         """Everything that the outputs depend on, except the images and the last digits."""

@@ -28,7 +28,7 @@ def lecun_normal(weight: Tensor, generator: Generator | None) -> None:
 def initialize_vit(model: "ViT", generator: Generator | None = None) -> None:
     """Draws every weight of a ViT by the scheme `config.init`."""
     config = model.config
-    draw = {"google": _google, "timm": _timm}[config.init]
+    draw = {"google": _draw_google, "timm": _draw_timm}[config.init]
     for name, weight in model.named_parameters():
         if name.startswith("stem."):
             continue
@@ -40,7 +40,9 @@ def initialize_vit(model: "ViT", generator: Generator | None = None) -> None:
             nn.init.constant_(weight, 1.0 if leaf == "weight" else 0.0)
         else:
             draw(module, leaf, weight, generator)
-    if config.init == "timm":  # the patch embedding has PyTorch's default for convolutions, also for the bias
+    if config.init == "timm":
+        # The patch embedding, drawn above too, has PyTorch's default for convolutions, also for the bias.
+        # Leaving out its first draw would change the weights that a seed gives
         bound = model.embedding.in_features**-0.5
         for weight in model.embedding.parameters():
             nn.init.uniform_(weight, -bound, bound, generator)
@@ -48,7 +50,7 @@ def initialize_vit(model: "ViT", generator: Generator | None = None) -> None:
         initialize_resnet(model.stem, config.init, generator)
 
 
-def _google(module: str, leaf: str, weight: Tensor, generator: Generator | None) -> None:
+def _draw_google(module: str, leaf: str, weight: Tensor, generator: Generator | None) -> None:
     match module, leaf:
         case "embedding" | "pre_logits" | "projection", "weight":
             lecun_normal(weight, generator)
@@ -71,7 +73,7 @@ def _google(module: str, leaf: str, weight: Tensor, generator: Generator | None)
             nn.init.zeros_(weight)
 
 
-def _timm(module: str, leaf: str, weight: Tensor, generator: Generator | None) -> None:
+def _draw_timm(module: str, leaf: str, weight: Tensor, generator: Generator | None) -> None:
     match module, leaf:
         case _, "bias":
             nn.init.zeros_(weight)

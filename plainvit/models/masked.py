@@ -94,7 +94,7 @@ class Decoder(nn.Module):
         self.prefix = encoder.prefix
         self.embedding = nn.Linear(encoder.width, width)
         self.mask_token = nn.Parameter(torch.empty(1, width))
-        table = sincos2d(*encoder.grid, width, closed=False).float()  # tokens before the patches have none
+        table = sincos2d(*encoder.grid, width, endpoint=False).float()  # tokens before the patches have none
         self.register_buffer("positions", torch.cat((table.new_zeros(self.prefix, width), table)))
         self.blocks = nn.ModuleList(Block(self.config, layer, masked.depth) for layer in range(masked.depth))
         self.norm = make_norm(encoder, width)
@@ -125,7 +125,7 @@ class MaskedViT(nn.Module):
         config = model.config
         check_maskable(config, objective, masked)
         self.model, self.objective, self.masked = model, objective, masked
-        self.hidden, out = count_hidden_patches(config, masked), count_target_values(config, masked)
+        self.hidden_count, out = count_hidden_patches(config, masked), count_target_values(config, masked)
         self.mask = None if objective == "mae" else nn.Parameter(torch.empty(1, config.width))
         self.decoder = Decoder(config, masked, out) if objective == "mae" else nn.Linear(config.width, out)
         self.initialize()
@@ -156,7 +156,7 @@ class MaskedViT(nn.Module):
         `source` [B, n], for all but MAE, is the patch shown at each position, or -1 for the mask.
         """
         if self.mask is None:
-            return self.decoder(self.encode_visible(images, order), order, self.hidden)
+            return self.decoder(self.encode_visible(images, order), order, self.hidden_count)
         assert source is not None
         # The embedding is linear per patch: moving pixels is moving embeddings
         x = self._embed(images, source.clamp(min=0))  # [B, n, D]
@@ -164,11 +164,11 @@ class MaskedViT(nn.Module):
         if self.model.positions and self.model.config.posemb_at == "stem":
             x = self.model.positions[0](x)
         x = self._encode(self.model.dropout(self.model.norm_tokens(x)))
-        return self.decoder(take(x[:, self.model.config.prefix :], order[:, : self.hidden]))
+        return self.decoder(take(x[:, self.model.config.prefix :], order[:, : self.hidden_count]))
 
     def encode_visible(self, images: Tensor, order: Tensor) -> Tensor:
         """MAE's encoder, which never sees the hidden patches: [B, prefix + n - k, D]."""
-        visible = order[:, self.hidden :]
+        visible = order[:, self.hidden_count :]
         x = self.model.prepend_tokens(self._embed(images, visible))
         if self.model.positions:
             x = x + self._select_positions(visible, x)

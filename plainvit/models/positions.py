@@ -60,13 +60,13 @@ def count_position_tables(config: ViTConfig, layers: int) -> int:
     return layers if config.posemb_at == "every" else 1
 
 
-def sincos2d(h: int, w: int, D: int, *, closed: bool = True) -> Tensor:
+def sincos2d(h: int, w: int, D: int, *, endpoint: bool = True) -> Tensor:
     """Fixed positions: sin x, cos x, sin y, cos y, each on D/4 frequencies (big_vision's order and spacing).
 
-    Frequencies fall from 1 to 1/10,000, the last one included; MAE leaves it out (closed=False).
+    Frequencies fall from 1 to 1/10,000, the last one included; MAE leaves it out (endpoint=False).
     """
     y, x = torch.meshgrid(torch.arange(h, dtype=torch.float64), torch.arange(w, dtype=torch.float64), indexing="ij")
-    last = D // 4 - 1 if closed else D // 4
+    last = D // 4 - 1 if endpoint else D // 4
     frequency = 10_000.0 ** -(torch.arange(D // 4, dtype=torch.float64) / last)
     x, y = x.reshape(-1, 1) * frequency, y.reshape(-1, 1) * frequency  # [n, D/4]
     return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), 1)  # [n, D]

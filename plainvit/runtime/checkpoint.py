@@ -86,8 +86,8 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True)
             temporary.mkdir(exist_ok=True)
             write_synced(temporary / TENSORS, lambda path: safetensors.torch.save_file(tensors, path))
-            state |= {"files": {TENSORS: file_hash(temporary / TENSORS)}}
-            text = json.dumps(state | {"sha256": _state_hash(state)})
+            state |= {"files": {TENSORS: hash_file(temporary / TENSORS)}}
+            text = json.dumps(state | {"sha256": _hash_state(state)})
             write_synced(temporary / STATE, lambda path: path.write_text(text))
             self._publish(temporary, self.folder / f"step-{step:08d}")
             self._prune(best)
@@ -116,7 +116,7 @@ class Checkpoints:
         matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
-    def newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def read_newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Tensors and state of the newest valid checkpoint. Skips damaged ones with a warning."""
         if self.world.is_main:
             self.sweep()
@@ -132,9 +132,9 @@ class Checkpoints:
         folder = self.folder / f"step-{step:08d}"
         try:
             state = read_json(folder / STATE)
-            if state.pop("sha256", "") != _state_hash(state) or state.get("step") != step:
+            if state.pop("sha256", "") != _hash_state(state) or state.get("step") != step:
                 raise ValueError(f"{STATE} does not match its hash")
-            if state.get("files") != {TENSORS: file_hash(folder / TENSORS)}:
+            if state.get("files") != {TENSORS: hash_file(folder / TENSORS)}:
                 raise ValueError(f"{TENSORS} does not match its hash")
             return safetensors.torch.load_file(folder / TENSORS), state
         except (OSError, ValueError, SafetensorError) as error:
@@ -156,16 +156,16 @@ def _rename_to_delete(folder: Path) -> Path:
     return old
 
 
-def _state_hash(state: dict[str, Any]) -> str:
+def _hash_state(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def file_hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def tensor_hash(tensors: Mapping[str, Tensor]) -> str:
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Hash of names, types, shapes and bits."""
     digest = hashlib.sha256()
     for name in sorted(tensors):

@@ -122,7 +122,7 @@ class Folder:
         write_text(self.path / "metrics.jsonl", "".join(kept))
 
 
-def run_seconds(path: Path) -> float:
+def read_run_seconds(path: Path) -> float:
     """Training time of a run that ended, from environment.json. Raises ValueError if it is not a number."""
     seconds = read_json(path / "environment.json").get("seconds", 0.0)
     if type(seconds) not in (int, float) or not 0 <= seconds < 1e12:
@@ -157,7 +157,7 @@ def shorten_repr(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def metrics(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl in order: steps and validations, without events."""
     return (line for line in read_lines(path) if "event" not in line)
 
@@ -192,7 +192,7 @@ def replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def environment(device: str) -> dict[str, Any]:
+def describe_environment(device: str) -> dict[str, Any]:
     """Versions, device, commit and command of a run."""
     import torch
 
@@ -210,12 +210,12 @@ def environment(device: str) -> dict[str, Any]:
         "device": gpu or cpu,
         "cores": os.cpu_count(),
         "system": platform.platform(),
-        "command": command(),
+        "command": describe_command(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
 
-def command() -> str:
+def describe_command() -> str:
     """The command line of this process as `plainvit ...`; "" where plainvit is used from another program."""
     path = Path(sys.argv[0])
     ours = path.name == "plainvit" or path.parts[-2:] == ("plainvit", "__main__.py")

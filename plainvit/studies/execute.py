@@ -22,7 +22,7 @@ from plainvit.analyse.figures import save
 from plainvit.data.decode import DataError
 from plainvit.data.sources import open_source
 from plainvit.disk import make_folder, read_json, write_text
-from plainvit.runtime.folder import environment, replace_non_finite
+from plainvit.runtime.folder import describe_environment, replace_non_finite
 from plainvit.studies.claims import CLAIMS, Budget
 from plainvit.studies.drawings import draw_study
 from plainvit.studies.plans import Plan
@@ -31,7 +31,7 @@ from plainvit.studies.report import is_current
 from plainvit.studies.runs import Ledger
 from plainvit.studies.study import Arm, Study
 from plainvit.studies.verdict import Verdict
-from plainvit.weights.reading import resolve
+from plainvit.weights.reading import locate_weights
 
 log = logging.getLogger("plainvit")
 
@@ -110,7 +110,7 @@ def _set_root(arm: Arm, data_root: str) -> Arm:
 def _check_data(arms: Mapping[str, Arm], data_root: str) -> None:
     """Fails before the first run if data or published weights are missing."""
     for init in {arm.config.init for arm in arms.values() if arm.config.init}:
-        if not resolve(init).exists():
+        if not locate_weights(init).exists():
             raise DataError(f"{Path(data_root) / init} is missing: choose --data-root so that it has these weights")
     for data in {arm.config.data for arm in arms.values() if arm.is_trained}:
         _check_set(data, data_root)
@@ -134,7 +134,7 @@ def write_verdict(plan: Plan, ledger: Ledger, settings: Settings) -> Verdict:
         command += f" --seeds {plan.count}"
     if settings.data_root:
         command += " --data-root DIR"
-    machine = environment("cuda" if settings.budget != "cpu" and torch.cuda.is_available() else "cpu")
+    machine = describe_environment("cuda" if settings.budget != "cpu" and torch.cuda.is_available() else "cpu")
     record = {
         **{name: getattr(study, name) for name in ("number", "claim", "source", "paper", "limits", "rule", "metric")},
         "study": study.name,

@@ -26,7 +26,7 @@ from plainvit.config import Checked, Config
 from plainvit.device import choose_device
 from plainvit.disk import make_folder, read_json
 from plainvit.models import ResNet, ViT
-from plainvit.runtime.folder import environment, run_seconds
+from plainvit.runtime.folder import describe_environment, read_run_seconds
 from plainvit.train.run import fit
 from plainvit.weights import save
 
@@ -126,9 +126,9 @@ def execute(job: Job) -> dict[str, Any]:
         if parent and not parent.is_alive():  # nobody is waiting for the result
             os._exit(143)
     if job.is_trained:
-        machine, seconds = read_json(job.folder / "environment.json"), run_seconds(job.folder)
+        machine, seconds = read_json(job.folder / "environment.json"), read_run_seconds(job.folder)
     else:
-        machine, seconds = environment(choose_device(job.config.device)), time.monotonic() - started
+        machine, seconds = describe_environment(choose_device(job.config.device)), time.monotonic() - started
     return {
         "run": job.run,
         "values": values,

@@ -25,7 +25,7 @@ from plainvit.errors import first_line
 from plainvit.models import build
 from plainvit.runtime.display import key_value_table
 from plainvit.train.optim import freeze
-from plainvit.train.transfer import read_starting_model, resolve
+from plainvit.train.transfer import complete_config, read_starting_model
 
 PACKAGES = ("torch", "torchvision", "numpy", "timm", "transformers", "onnx", "ray")
 FEW_TOKENS, MANY_TOKENS = 16, 2500
@@ -81,7 +81,7 @@ def find_problems(config: Config, devices: int = 1) -> Iterator[Problem]:
         return
     try:
         splits = open_splits(config)
-        resolved = resolve(config, splits)
+        resolved = complete_config(config, splits)
         assert resolved.model
         with torch.device("meta"):
             freeze(build(resolved.model), config.optim.frozen)

@@ -82,7 +82,7 @@ class GraphedGradients(Graph):
 
     def __init__(self, function: Callable[..., Tensor], optimizers: "Optimizers") -> None:
         def overwrite(*tensors: Tensor, micro_batch: int) -> Tensor:
-            optimizers.zero()  # so that the backward pass writes gradients instead of adding to them
+            optimizers.zero_grad()  # so that the backward pass writes gradients instead of adding to them
             return function(*tensors, micro_batch=micro_batch)
 
         super().__init__(overwrite)

@@ -89,7 +89,7 @@ def take_step(run: "Training", prefetcher: Prefetcher, display: Display) -> tupl
             run.average.update(number)
     else:
         skip_step(run, batch, loss, norm, display)
-    run.optimizers.zero()
+    run.optimizers.zero_grad()
     line = {"step": number + 1, "epoch": (number + 1) * config.batch / len(run.loader.source), "loss": loss}
     if not config.augment.mixup and not config.augment.cutmix and math.isfinite(correct):
         line["accuracy"] = correct / config.batch

@@ -64,7 +64,7 @@ class PredictPatches(MaskedViT):
 
     def hide(self, seed: int, step: Tensor, position: Tensor) -> tuple[Tensor, ...]:
         """(order [B, n],) with the hidden patches first; and source [B, n] for `predict` unless they are dropped."""
-        n, k, B = math.prod(self.model.config.grid), self.hidden, len(position)
+        n, k, B = math.prod(self.model.config.grid), self.hidden_count, len(position)
         u = uniforms(seed ^ SALT, step, position, n + (2 * k if self.objective == "masked" else 0))
         order = u[:, :n].argsort(dim=1, stable=True)  # [B, n]
         if self.objective == "mae":
@@ -79,16 +79,16 @@ class PredictPatches(MaskedViT):
         """(mean loss, images times the fraction of correct colors); the latter is NaN for pixels."""
         predicted = self.predict(images, order, source)
         predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
-        hidden = order[:, : self.hidden]
+        hidden = order[:, : self.hidden_count]
         if self.masked.target == "pixels":
-            loss = F.mse_loss(predicted, self.pixels(images, hidden))
+            loss = F.mse_loss(predicted, self.make_pixel_targets(images, hidden))
             return loss, loss.new_full((), float("nan"))
-        targets = self.colors(images, hidden)  # [B, k, cells]
+        targets = self.make_color_targets(images, hidden)  # [B, k, cells]
         logits = predicted.view(*targets.shape, COLORS)
         correct = (logits.argmax(-1) == targets).float().mean((1, 2)).sum()
         return F.cross_entropy(logits.flatten(0, 2), targets.flatten()), correct
 
-    def colors(self, images: Tensor, hidden: Tensor) -> Tensor:
+    def make_color_targets(self, images: Tensor, hidden: Tensor) -> Tensor:
         """The mean color of each cell of each patch, as one of 512: [B, k, cells]."""
         (P, Q), c = self.model.config.patch, CELLS[self.masked.target]
         x = take(patchify(images, (P, Q)), hidden)  # [B, k, 3*P*Q]
@@ -100,19 +100,19 @@ class PredictPatches(MaskedViT):
         r, g, b = level.long().flatten(3).unbind(2)  # each [B, k, c*c]
         return r * 64 + g * 8 + b
 
-    def pixels(self, images: Tensor, hidden: Tensor) -> Tensor:
+    def make_pixel_targets(self, images: Tensor, hidden: Tensor) -> Tensor:
         """Normalized pixels, with --masked.normalize each patch by its own mean and std: [B, k, C*P*Q]."""
         x = take(patchify(self.model.normalize(images), self.model.config.patch), hidden)
         if not self.masked.normalize:
             return x
-        mean, std = patch_moments(x)
+        mean, std = compute_patch_moments(x)
         return (x - mean) / std
 
     @torch.no_grad()
     def show(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """The images, the corrupted images, and the images with predicted patches, each uint8 [B, H, W, 3]."""
         images, order = tensors[:2]
-        hidden = order[:, : self.hidden]
+        hidden = order[:, : self.hidden_count]
         patches = patchify(as_floats(images), self.model.config.patch)  # [B, n, C*P*Q]
         identity = torch.arange(order.shape[1], device=order.device).expand_as(order)
         source = tensors[2] if len(tensors) > 2 else identity.scatter(1, hidden, -1)
@@ -127,7 +127,7 @@ class PredictPatches(MaskedViT):
         (B, k), (P, Q) = hidden.shape, self.model.config.patch
         if self.masked.target == "pixels":
             x = take(patchify(self.model.normalize(images), (P, Q)), hidden)
-            mean, std = patch_moments(x) if self.masked.normalize else (0.0, 1.0)
+            mean, std = compute_patch_moments(x) if self.masked.normalize else (0.0, 1.0)
             channels = self.model.normalize
             x = (predicted * std + mean).view(B * k, -1, P, Q)
             return (x * channels.std.value.to(x) + channels.mean.value.to(x)).reshape(B, k, -1)
@@ -143,7 +143,7 @@ class PredictPatches(MaskedViT):
         return (x.clamp(0, 1) * 255).round().byte()
 
 
-def patch_moments(patches: Tensor) -> tuple[Tensor, Tensor]:
+def compute_patch_moments(patches: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and std of each patch over its pixels and channels, by MAE's formula."""
     return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + 1e-6).sqrt()
 

@@ -16,7 +16,7 @@ from plainvit.runtime.folder import Folder
 from plainvit.train.loop import take_step
 from plainvit.train.setup import build_training
 from plainvit.train.step import Prefetcher
-from plainvit.train.transfer import resolve
+from plainvit.train.transfer import complete_config
 
 WARM_STEPS, TIMED_STEPS = 5, 20  # the first steps compile, capture CUDA graphs and choose the micro-batch
 
@@ -29,7 +29,7 @@ def measure_steps(config: Config) -> tuple[Config, dict[str, Any]]:
         number of training images and the device, for `plainvit.planning.plan.plan`.
     """
     splits = open_splits(config)
-    config = resolve(config, splits)
+    config = complete_config(config, splits)
     splits.val = splits.test = None  # nothing is evaluated
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as path, Folder(Path(path)) as folder:

@@ -60,7 +60,7 @@ def can_compute(run: "Training", tensors: list[Tensor]) -> bool:
             raise
         return False
     finally:
-        run.optimizers.zero()
+        run.optimizers.zero_grad()
         torch.cuda.empty_cache()
 
 

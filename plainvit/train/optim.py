@@ -115,7 +115,7 @@ class Optimizers:
         for optimizer in self.all:
             optimizer.step()
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -135,7 +135,7 @@ class Optimizers:
             # Counters are on the host, except for kernels that read them on the device
             on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
             for parameter in list_parameters(optimizer):
-                prefix, names = self._names[parameter], state_names(optimizer)
+                prefix, names = self._names[parameter], list_state_names(optimizer)
                 tensors = {name: left.pop(f"{prefix}:{name}") for name in names if f"{prefix}:{name}" in left}
                 if not tensors:  # a parameter without gradients has no state
                     continue
@@ -149,7 +149,7 @@ class Optimizers:
                 }
         if left:
             raise ValueError(f"the optimizer state has an unexpected {min(left)}")
-        if updates and not stored and any(state_names(optimizer) for optimizer in self.all):
+        if updates and not stored and any(list_state_names(optimizer) for optimizer in self.all):
             raise ValueError("the optimizer state is missing")
 
 
@@ -158,7 +158,7 @@ def is_for_muon(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 and "blocks." in name and has_weight_decay(name, parameter)
 
 
-def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+def list_state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Names of an optimizer's state per parameter."""
     if isinstance(optimizer, torch.optim.SGD | Muon):
         return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()

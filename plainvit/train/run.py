@@ -26,7 +26,7 @@ from plainvit.names import SIZES
 from plainvit.recipes import list_recipes, recipe
 from plainvit.runtime.display import format_duration, print_line, show_activity
 from plainvit.runtime.distributed import LostError, World, join, raise_lost_peer, wait_for_agent
-from plainvit.runtime.folder import Folder, describe_changes, environment, read_results
+from plainvit.runtime.folder import Folder, describe_changes, describe_environment, read_results
 from plainvit.train.finalize import finalize
 from plainvit.train.linear_head import find_first
 from plainvit.train.loop import train
@@ -38,7 +38,7 @@ from plainvit.train.setup import build_training
 from plainvit.train.signals import InterruptedRunError, Terminated, handle_signals, raise_on_termination
 from plainvit.train.state import Training, resume
 from plainvit.train.time_budget import TimeBudget
-from plainvit.train.transfer import hash_init, resolve
+from plainvit.train.transfer import complete_config, hash_init
 from plainvit.weights import load
 
 log = logging.getLogger("plainvit")
@@ -89,11 +89,11 @@ def fit(
         with raise_lost_peer(world):
             with show_activity(f"reading the list of images of {config.data}", quiet=quiet or not world.is_main):
                 config, splits = world.run_on_all_ranks(
-                    lambda: open_run(config, options), lambda both: default_name(both[0]) + str(both[1].description)
+                    lambda: open_run(config, options), lambda both: name_run(both[0]) + str(both[1].description)
                 )
             if search:
                 check_search(config)
-            path = Path(out) if out else Path("runs") / default_name(config)
+            path = Path(out) if out else Path("runs") / name_run(config)
             with world.run_on_all_ranks(lambda: Folder(path, writes=world.is_main)) as folder:
                 if search:
                     config = search_learning_rate(world, folder, config, options)
@@ -114,7 +114,7 @@ def open_run(config: Config, options: Options) -> tuple[Config, Splits]:
     splits = open_splits(config)
     if options.bare:
         splits.test = None
-    return resolve(config, splits), splits
+    return complete_config(config, splits), splits
 
 
 def check_recipe(config: Config) -> None:
@@ -129,7 +129,7 @@ def check_recipe(config: Config) -> None:
         raise ValueError(f"{problem}: choose another from `plainvit recipes '*'`, or give --force")
 
 
-def default_name(config: Config) -> str:
+def name_run(config: Config) -> str:
     """The recipe and a hash of all settings that decide the result."""
     plain = {key: value for key, value in to_json(config).items() if key not in Config.OPERATIONAL}
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
@@ -206,7 +206,7 @@ def write_start(run: Training, splits: Splits) -> None:
     folder.write("data.json", data)
     folder.write("config.json", to_json(config))
     at_start = folder.read("environment.json")
-    now = environment(run.world.device) | {"processes": run.world.size}
+    now = describe_environment(run.world.device) | {"processes": run.world.size}
     folder.write("environment.json", at_start or now)
     if run.checkpoints.steps() and not run.quiet:
         changes = describe_changes(at_start, now)

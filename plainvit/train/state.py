@@ -125,7 +125,7 @@ class Training:
 def resume(run: Training) -> None:
     """Restores the newest valid checkpoint, the same one in all processes, and sets newer, damaged ones aside."""
     run.world.barrier()  # nobody reads while another process still writes or deletes
-    checkpoint = run.checkpoints.newest()
+    checkpoint = run.checkpoints.read_newest()
     run.world.run_on_all_ranks(lambda: checkpoint[1]["step"] if checkpoint else None, str)
     if checkpoint:
         run.world.run_on_all_ranks(lambda: run.restore(*checkpoint))

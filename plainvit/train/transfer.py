@@ -17,9 +17,9 @@ from plainvit.device import choose_device, is_cpu_bf16_unsafe, measure_cpu
 from plainvit.models import ResNet, ViT, build
 from plainvit.models.masked import check_maskable
 from plainvit.recipes import list_recipes, recipe
-from plainvit.runtime.checkpoint import file_hash
+from plainvit.runtime.checkpoint import hash_file
 from plainvit.weights import inspect_weights, load
-from plainvit.weights.reading import resolve as weights_path
+from plainvit.weights.reading import locate_weights
 
 log = logging.getLogger("plainvit")
 CPU_HOURS, CPU_BATCH = 0.17, 16  # of fine-tuning on a CPU where no length is given: ten minutes
@@ -37,7 +37,7 @@ def read_starting_model(config: Config) -> tuple[Model, Preprocess]:
     return model, inspected.preprocess
 
 
-def resolve(config: Config, splits: Splits) -> Config:
+def complete_config(config: Config, splits: Splits) -> Config:
     """The config with model, preprocessing and steps filled in from the weights and the data."""
     check_classes(config, splits)
     config = choose_cpu_defaults(config)
@@ -140,14 +140,14 @@ def choose_steps(config: Config, images: int) -> int:
 
 def hash_init(config: Config) -> str:
     """Hash of the files of init, by which changed weights are detected."""
-    path = weights_path(config.init)
+    path = locate_weights(config.init)
     if not path.exists():
         raise ValueError(f"--init {path}: there is no such file or folder")
     files = [path]
     if path.is_dir():
         by_kind = [sorted(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin", "pth")]  # in the order of `load`
         files = by_kind[0] or by_kind[1] or by_kind[2]
-    return hashlib.sha256("".join(file_hash(file) for file in files).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(hash_file(file) for file in files).encode()).hexdigest()[:16]
 
 
 def make_initial_model(config: Config, splits: Splits) -> ViT | ResNet:
@@ -156,6 +156,7 @@ def make_initial_model(config: Config, splits: Splits) -> ViT | ResNet:
     assert config.preprocess
     model = build(config.model)
     if config.init:
+        # The loaded model is not used itself: it has the dropout and stochastic depth of its file
         model.load_state_dict(load_init(config, config.model, splits).state_dict())
     else:
         model.initialize(torch.Generator().manual_seed(config.seed))

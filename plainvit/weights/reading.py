@@ -135,7 +135,7 @@ def inspect_weights(
     **pixels: Unpack[Pixels],
 ) -> tuple[DetectedModel, Tensors]:
     """Describes a source from its headers, without reading the weights."""
-    path = resolve(source)
+    path = locate_weights(source)
     hints = Hints(heads=heads, image_size=None if image_size is None else pair(image_size), grid=grid)
     unfinished = _check_run(path)
     if path.is_dir():
@@ -262,7 +262,7 @@ def _check_run(folder: Path) -> list[str]:
     return [f"{folder} is a run {progress}: these are {weights}"]
 
 
-def resolve(source: str | Path) -> Path:
+def locate_weights(source: str | Path) -> Path:
     """The path of a source; a hub address or a published name is fetched, or detected in the hub's cache."""
     if isinstance(source, Path) or Path(source).exists():
         return Path(source)

@@ -159,7 +159,7 @@ def _detect_vit(tensors: Tensors, hints: Hints, sidecar: Mapping[str, Any], fami
     colors = colors if settings["channels"] == 3 else HALF
     settings |= {key: tuple(published.get(key) or colors[key]) for key in colors}
     config = ViTConfig(**settings)
-    sources |= numerics_sources | pool_source | _list_sources(config, sidecar, f"{name} ({reason})")
+    sources |= numerics_sources | pool_source | _describe_sources(config, sidecar, f"{name} ({reason})")
     left_out = sorted({key.split(".")[0] for key in shapes if _is_training_only(key)})
     return DetectedModel(
         family=name,
@@ -185,11 +185,11 @@ def _add_stated(hints: Hints, sidecar: Mapping[str, Any], heads: int | None) -> 
     return replace(hints, stated_size=size, stated_heads=(heads, "config.json"))
 
 
-def _list_sources(config: ViTConfig, sidecar: Mapping[str, Any], family: str) -> dict[str, str]:
+def _describe_sources(config: ViTConfig, sidecar: Mapping[str, Any], family_and_reason: str) -> dict[str, str]:
     """The sources of pixels, and of what neither the weights nor timm's config.json show."""
     published = sidecar.get("pretrained_cfg") or {}
-    sources = {"mean": "config.json" if published.get("mean") else family}
-    sources["preprocess"] = "config.json" if published else family
+    sources = {"mean": "config.json" if published.get("mean") else family_and_reason}
+    sources["preprocess"] = "config.json" if published else family_and_reason
     if published.get("crop_mode") not in (None, "center", "squash"):
         sources["preprocess"] = f"assumed: a center crop instead of timm's crop_mode {published['crop_mode']!r}"
     if config.posemb == "none" and config.rotary == "none":
