@@ -73,7 +73,7 @@ WRONG: list[tuple[str, int, str]] = [
     ("--steps 0 --epochs 0.001", 2, "less than one batch"),
     ("--model.classes 7", 3, "7 classes, but digits has 10"),
     ("--init no/such.npz", 2, "no/such.npz"),
-    ("--init ViT-B/16", 2, "names a model, not weights"),
+    ("--init ViT-B/16", 2, "is an architecture, not weights: give published weights, such as vit_b16_"),
     ("--teacher no/such.npz", 2, "no/such.npz"),
     ("--patience 2 --holdout 0", 2, "--holdout"),
     ("--search", 2, "--optim.grid"),
