@@ -42,8 +42,8 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
 
     Args:
         model: The model to write.
-        path: google: an .npz file. plainvit, timm, torchvision, open_clip: a .safetensors file, or .pth for the others.
-            timm: also a folder with its config.json. transformers: a folder.
+        path: google: an .npz file. plainvit: a .safetensors file. timm, torchvision, open_clip: a .safetensors, .pth,
+            .pt or .bin file. timm: also a folder with its config.json. transformers: a folder.
         format: plainvit, google, timm, transformers, torchvision or open_clip.
         drop: Parts of the model to leave out because the format does not support them; otherwise they are an error.
 
