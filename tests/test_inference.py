@@ -112,6 +112,13 @@ def test_non_finite_outputs_are_counted_and_named(
     assert f"{'ab'[bad[0] % 2]}/{bad[0]}.png" in str(caught.value)
 
 
+@pytest.mark.parametrize(("precision", "advice"), [("fp32", "; use other"), ("bf16", "; use --precision fp32")])
+def test_fp32_is_advised_where_the_outputs_are_of_bf16(precision: Any, advice: str, tmp_path: Path) -> None:
+    predictor = Predictor(make_model(math.inf), device="cpu", precision=precision)
+    with pytest.raises(NonFiniteError, match=advice):
+        predictor(sorted(plant_images(tmp_path, (4,)).rglob("*.png")))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_probes_fail_on_non_finite_features(value: float) -> None:
     good, labels = torch.randn(20, 4), torch.arange(20) % 2

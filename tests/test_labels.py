@@ -221,6 +221,13 @@ def test_names_that_do_not_match_are_a_data_error(data: tuple[str, ...], model: 
         match_classes(Classes(data), len(model), model)
 
 
+def test_classes_of_neither_the_names_nor_the_numbers_of_the_model_are_named() -> None:
+    with pytest.raises(
+        DataError, match=r"classes '0', '1', '2', \.\.\., but not 'ant', 'bee', 'cat', \.\.\. of photos"
+    ):
+        match_classes(Classes(ANIMALS), 10, ())
+
+
 def test_classes_in_another_order_are_scored_by_name(tmp_path: Path) -> None:
     source = open_source(str(plant_classes(tmp_path / "photos" / "test", dict.fromkeys(ANIMALS, 5)).parent), "test")
     shuffled = ("dog", "ant", "elk", "cat", "bee")
@@ -273,7 +280,7 @@ def test_class_names_are_read_from_lines_or_json(text: str | None, expected: obj
     if expected is not None:
         assert read_class_names(path, 2) == expected
         return
-    with pytest.raises(ValueError, match="--class-names"):
+    with pytest.raises(ValueError, match=r"--class-names.*(no such file|one name per line|one name per class)"):
         read_class_names(path, 2)
 
 

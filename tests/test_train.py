@@ -360,6 +360,8 @@ def test_a_teacher_needs_the_classes_in_the_same_order(tmp_path: Path) -> None:
     config = tiny(teacher=str(tmp_path / "t.safetensors"), model=TINY.replace(distillation=True))
     fit(config, tmp_path / "run", quiet=True)
     assert losses(tmp_path / "run")[0] == pytest.approx(math.log(3), rel=1e-5)  # two heads of zeros
+    with pytest.raises(DataError, match="has 3 classes, but digits has 10: use a teacher trained on these classes"):
+        fit(config.replace(data="digits"), tmp_path / "other", quiet=True)
     teacher.about = About(class_names=("triangle", "square", "circle"))
     plainvit.save(teacher, tmp_path / "t.safetensors")
     with pytest.raises(DataError, match="triangle"):
@@ -394,11 +396,11 @@ def test_problems_with_the_number_of_images_are_found(tmp_path: Path) -> None:
     (tmp_path / "unicorn").mkdir()
     config = Config(data=str(tmp_path), batch=64, steps=20, init="weights", holdout=0.2)
     found = dict(find_data_problems(config, open_splits(config)))
-    assert [risk.split(":")[0] for risk in found] == [
-        "1 class has no training image (unicorn)",
-        "a batch of 64 is more than the 10 training images",
-        "a fine-tuning of 20 steps is short",
-    ]
+    assert found == {
+        "1 class has no training image (unicorn)": "add images or remove the class folder",
+        "a batch of 64 is more than the 10 training images": "use --batch 10",
+        "a fine-tuning of 20 steps is short": "use --steps 200 or more",
+    }
     (tmp_path / "unicorn").rmdir()
     longer = config.replace(batch=1, steps=500)
     assert dict(find_data_problems(longer, open_splits(longer))) == {}

@@ -28,6 +28,7 @@ from children import in_child
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peers import write
+from pictures import plant_classes
 from test_weights_save import small
 from torch import Tensor, nn
 
@@ -635,6 +636,11 @@ def test_folder_without_weights_is_an_error(tmp_path: Path) -> None:
     assert "no weights" in expect_error(tmp_path / "empty")
     (tmp_path / "empty" / "model.safetensors").mkdir()
     expect_error(tmp_path / "empty")
+
+
+def test_a_folder_of_images_is_not_a_model(tmp_path: Path) -> None:
+    plant_classes(tmp_path / "photos", {"ant": 1, "bee": 1})
+    assert "plainvit predict MODEL" in expect_error(tmp_path / "photos")
 
 
 SHARDS: tuple[Any, ...] = ("../m.safetensors", "/etc/passwd", "..", ".", "missing", "", "evil\nname", "a\0b", 1, ["m"])

@@ -398,6 +398,19 @@ def test_misspelt_words_name_the_nearest(tmp_path: Path, arguments: dict[str, An
         plainvit.save(exact()(), tmp_path / "m.pth", **arguments)
 
 
+def test_a_folder_supports_what_a_bare_file_of_timm_does_not(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"write a folder, .* or add --drop activation"):
+        plainvit.save(tanh()(), tmp_path / "m.pt", format="timm")
+    for name in ("m", "m-1.5"):
+        assert plainvit.load(plainvit.save(tanh()(), tmp_path / name, format="timm")).config.activation == "gelu_tanh"
+
+
+@pytest.mark.parametrize("library", ["plainvit", "google", "timm", "transformers"])
+def test_an_unknown_suffix_is_an_error(tmp_path: Path, library: str) -> None:
+    with pytest.raises(ValueError, match=f"--format {library} writes .*another name than m.xyz"):
+        plainvit.save(tanh()(), tmp_path / "m.xyz", format=library)
+
+
 # Names of our own format ----------------------------------------------------------------------------------------------
 
 ONE: dict[str, Any] = {"depth": 1, "image_size": 32}

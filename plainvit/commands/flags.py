@@ -245,6 +245,9 @@ def _reject(word: str, command: str, flags: list[Flag], parser: argparse.Argumen
         taken = " ".join(str(flag.metavar) for flag in flags if flag.is_word) or "only flags"
         exit_with_error(f"unexpected argument {word!r}: {command} takes {taken}; switches take no value", 2)
     name, known = word.partition("=")[0], list(parser._option_string_actions)
+    same = [option for option in known if option.rpartition(".")[2] == name.lstrip("-")]
+    if same:
+        exit_with_error(f"unknown flag {name!r}; did you mean {' or '.join(same)}?", 2)
     near = [option for option in known if option.startswith(f"{name}.")][:3]
     near = near or difflib.get_close_matches(name, known, 3, 0.5)
     hint = f"nearest: {', '.join(near)}" if near else f"`plainvit {command} --help` lists them"

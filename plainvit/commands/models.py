@@ -93,7 +93,7 @@ def convert(
 
     What the target format cannot express (a hidden layer in the head, another GELU, registers ...) is an error that
     names it; --drop NAME leaves it out. google writes an .npz; transformers a folder that the library loads; timm a
-    folder with its config.json, or only the weights if the name ends in .safetensors or .pth.
+    folder with its config.json, or only the weights if the name ends in .safetensors, .pth, .pt or .bin.
 
     Args:
         target: File or folder to write

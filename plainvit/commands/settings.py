@@ -17,7 +17,8 @@ def configure_run(command: str, name: str, given: Settings, *, quiet: bool = Fal
     name = name or _choose_recipe(command, given, quiet)
     config = recipe(name, _summarize_data(name, given)) if name else Config()
     changes, nested = _split_names(given)
-    start = Config(**{key: changes.get(key, getattr(config, key)) for key in ("init", "image_size", "head", "recipe")})
+    needed = ("init", "image_size", "head", "recipe", "data")
+    start = Config(**{key: changes.get(key, getattr(config, key)) for key in needed})
     settings = nested.pop("model", {})
     with _name_flags(tuple(settings)):
         model = _select_model(config, start, changes.pop("model", ""), settings, command)
@@ -127,5 +128,5 @@ def _load_model_config(start: Config, command: str) -> Model | None:
             raise
         hint = "; or plan without the weights: --model NAME" if command == "plan" else ""
         if start.recipe == "finetune":
-            hint = "; or train without pretrained weights: plainvit train photos --data DATA"
+            hint = f"; or train without pretrained weights: plainvit train photos --data {start.data or 'FOLDER'}"
         raise ValueError(f"{error}{hint}") from error

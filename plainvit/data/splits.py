@@ -137,9 +137,10 @@ def find_data_problems(config: Config, splits: Splits) -> Iterator[tuple[str, st
         subject = f"{len(empty)} classes have" if len(empty) > 1 else "1 class has"
         yield f"{subject} no training image ({names})", "add images or remove the class folder"
     if config.batch > images:
-        yield f"a batch of {config.batch} is more than the {images} training images", f"--batch {max(images // 8, 1)}"
+        even = max(images // 2 * 2, 1)  # as mixup and CutMix need
+        yield f"a batch of {config.batch} is more than the {images} training images", f"use --batch {even}"
     if config.init and 0 < config.steps < MIN_FINETUNE_STEPS:
-        yield f"a fine-tuning of {config.steps} steps is short", f"--steps {MIN_FINETUNE_STEPS} or more"
+        yield f"a fine-tuning of {config.steps} steps is short", f"use --steps {MIN_FINETUNE_STEPS} or more"
     if not config.init and images < 5000 and config.recipe != "small" and config.data.partition(":")[0] != "digits":
         gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
         weights = "vit_b16_augreg_i21k_224" if gpu else "vit_s16_augreg_i21k_i1k_224"  # as large as trains in minutes

@@ -36,7 +36,10 @@ def read_class_names(path: Path, classes: int) -> tuple[str, ...]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--class-names {path} has neither one name per line nor a JSON list: {error}") from error
     if len(names) != classes:
-        raise ValueError(f"--class-names {path} has {len(names):,} names, but the model has {classes:,} classes")
+        raise ValueError(
+            f"--class-names {path} has {len(names):,} names, but the model has {classes:,} classes: "
+            "give one name per class of the model"
+        )
     return tuple(str(name).strip() for name in names)
 
 
@@ -102,14 +105,20 @@ def _match_by_number(source: Source, classes: int, names: Sequence[str]) -> np.n
 def _match_by_order(source: Source, classes: int, names: Sequence[str]) -> np.ndarray:
     data, count = source.spec or "the data", len(source.classes)
     if count != classes:
+        theirs = names or [str(label) for label in range(classes)]
+        missing = [name for name in source.classes if name not in theirs]
         raise DataError(
-            f"the model has {classes:,} classes, but {data} has {count:,}: use data with the model's classes, "
-            "fine-tune the model, or give the model's names with --class-names FILE"
+            f"the model has the classes {_list_some(theirs)}, but not {_list_some(missing)} of {data}: "
+            f"fine-tune the model on {data}, or name all {classes:,} classes of the model with --class-names FILE"
         )
     kind = "other class names" if names else "no class names"
     problem = "the model has %s: the classes of %s are matched by their order (0 is %r); check it, or use --class-names"
     log.warning(problem, kind, data, source.classes[0])
     return np.arange(classes)
+
+
+def _list_some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def _find_names(data_classes: Sequence[str], names: Sequence[str]) -> list[int | None]:

@@ -102,13 +102,15 @@ def classify(
     unreadable = int(world.sum(torch.tensor([unreadable], device=world.device)))
     if not len(table):
         raise DataError(f"no image of the {source.split} split can be read")
-    return _make_result(table[np.argsort(table[:, 0])], source, scorer.classes, unreadable)
+    table = table[np.argsort(table[:, 0])]
+    sums = torch.from_numpy(table[:, COLUMNS - 1 : COLUMNS])
+    check_finite(sums, lambda row: source.name(int(table[row, 0])), computed_in=predictor.dtype)
+    return _make_result(table, scorer.classes, unreadable)
 
 
-def _make_result(table: np.ndarray, source: Source, classes: int, unreadable: int) -> Result:
-    """The result of rows as `_Scorer` makes them; raises NonFiniteError."""
-    index, truth, probabilities, nll, total = table[:, :COLUMNS].T
-    check_finite(torch.from_numpy(total[:, None]), lambda row: source.name(int(index[row])))
+def _make_result(table: np.ndarray, classes: int, unreadable: int) -> Result:
+    """The result of rows as `_Scorer` makes them."""
+    index, truth, probabilities, nll, _ = table[:, :COLUMNS].T
     predictions, hits = np.split(table[:, COLUMNS:].astype(np.int64), 2, axis=1)
     return Result(
         labels=truth.astype(np.int64),

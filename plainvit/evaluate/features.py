@@ -60,7 +60,7 @@ def extract(
     path = cache / f"{features_key(predictor, source)}.safetensors" if cache else None
     cached = _read(path) if path else None
     result = cached or _compute(predictor, source, workers, quiet)
-    check_finite(result.features, lambda row: source.name(int(result.index[row])), "features")
+    check_finite(result.features, lambda row: source.name(int(result.index[row])), "features", predictor.dtype)
     if path and not cached:
         _write(path, result)
     return result

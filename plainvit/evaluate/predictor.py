@@ -204,7 +204,7 @@ class Predictor:
         for batch in _batches(images, self.batch):
             logits = self.logits(self.stack(batch))
             names = [_name(image, number) for number, image in enumerate(batch, len(predictions))]
-            check_finite(logits, names.__getitem__)
+            check_finite(logits, names.__getitem__, computed_in=self.dtype)
             best = logits.softmax(-1).topk(min(k, self.classes))
             for values, classes in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 pairs = zip(classes, values, strict=True)

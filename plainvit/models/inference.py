@@ -43,12 +43,15 @@ def in_eval_mode(function: Callable[Concatenate[M, P], T]) -> Callable[Concatena
     return run
 
 
-def check_finite(outputs: Tensor, name: Callable[[int], str], what: str = "logits") -> None:
+def check_finite(
+    outputs: Tensor, name: Callable[[int], str], what: str = "logits", computed_in: torch.dtype = torch.float32
+) -> None:
     """Raises NonFiniteError with the number of rows [N, ...] that hold NaN or Inf, and the name of the first."""
     bad = torch.nonzero(~outputs.isfinite().flatten(1).all(1)).flatten().tolist()
     if bad:
+        advice = "use other weights" if computed_in is torch.float32 else "use --precision fp32 or other weights"
         raise NonFiniteError(
             f"the model's {what} are NaN or Inf for {len(bad):,} of {len(outputs):,} images (first: {name(bad[0])}): "
-            "its training diverged, or its weights overflow; try --precision fp32 or other weights",
+            f"its training diverged, or its weights overflow; {advice}",
             len(bad),
         )

@@ -190,11 +190,13 @@ def describe_plan(config: Config, splits: Splits) -> str:
 
 
 def name_model(model: Model) -> str:
-    """ViT-S/16 and the like; the kind for models without a name."""
+    """ViT-S/16 and the like; the kind and size for models without a name."""
     if isinstance(model, ResNetConfig):
         return "ResNet"
     sizes = [name for name, fields in SIZES.items() if all(getattr(model, key) == fields[key] for key in fields)]
-    return f"ViT-{sizes[0] if sizes else f'{model.depth}x{model.width}'}/{model.stride[0]}"
+    if not sizes:
+        return f"ViT of width {model.width}, depth {model.depth} and patch {model.stride[0]}"
+    return f"ViT-{sizes[0]}/{model.stride[0]}"
 
 
 def write_start(run: Training, splits: Splits) -> None:

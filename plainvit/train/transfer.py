@@ -68,7 +68,11 @@ def choose_architecture(config: Config) -> tuple[Model, Preprocess]:
         implied, preprocess = read_starting_model(config)
         model = model or implied
     if model is None:
-        raise ValueError("no model to train: give --init WEIGHTS (`plainvit weights` lists some) or --model NAME")
+        length = "" if config.steps or config.epochs else " --epochs 20"
+        raise ValueError(
+            "no model to train: give --init WEIGHTS (`plainvit weights` lists some), "
+            f"or --model NAME{length} to train from scratch"
+        )
     if config.image_size:
         model = model.replace(image_size=pair(config.image_size))
     if config.objective != "classify":
@@ -194,7 +198,8 @@ def load_teacher(config: Config, classes: tuple[str, ...]) -> ViT | ResNet:
     teacher = load(config.teacher)
     count, names = teacher.config.classes, teacher.about.class_names
     if count != len(classes):
-        raise DataError(f"--teacher {config.teacher} has {count} classes, but the data has {len(classes)}")
+        problem = f"--teacher {config.teacher} has {count} classes, but {config.data} has {len(classes)}"
+        raise DataError(f"{problem}: use a teacher trained on these classes")
     if names and names != classes:
         problem = f"--teacher {config.teacher} {describe_other_class(names, classes, config.data)}"
         if set(names) == set(classes):

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
+import mimetypes
 import os
 import re
 import zipfile
@@ -351,9 +352,12 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
     if (folder / TORCH_INDEX).is_file() and not safe_only:
         return _open_shards(folder / TORCH_INDEX)
     _check_checkpoints(folder)
-    raise ValueError(
-        f"{folder} has no weights: expected {' or '.join(path.name for path in known)}, or a .safetensors file"
-    )
+    if any((mimetypes.guess_type(path.name)[0] or "").startswith("image/") for path in folder.glob("**/*")):
+        raise ValueError(
+            f"{folder} has images and no weights: give the model first, as in `plainvit predict MODEL {folder}`, "
+            f"or a folder with {SAFE_NAMES[0]}"
+        )
+    raise ValueError(f"{folder} has no weights: expected {', '.join(path.name for path in known)} or *.safetensors")
 
 
 def _check_checkpoints(folder: Path) -> None:

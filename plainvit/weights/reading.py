@@ -271,7 +271,10 @@ def locate_weights(source: str | Path) -> Path:
     if source in PUBLISHED:
         return hub.fetch(PUBLISHED[source].hub, HUB_FILES)
     if "/" in source and is_model(source):
-        raise ValueError(f"{source!r} names a model, not weights; {nearest(source, PUBLISHED)}; {LIST_ALL}")
+        size = source.rpartition("-")[2].replace("/", "").lower()  # b16 of ViT-B/16
+        same = [name for name in PUBLISHED if size in name.split("_")]
+        examples = f"such as {', '.join(same[:3])}" if same else nearest(source, PUBLISHED)
+        raise ValueError(f"{source!r} is an architecture, not weights: give published weights, {examples}; {LIST_ALL}")
     if re.fullmatch(r"[\w-]+", source):
         raise ValueError(
             f"there is no file {source!r}, nor published weights of that name; {nearest(source, PUBLISHED)}; {LIST_ALL}"

@@ -309,7 +309,7 @@ def list_unsupported(config: Model) -> Iterator[tuple[str, str]]:
     if isinstance(config, ResNetConfig):
         return
     if config.activation != ("silu" if config.gated else "gelu"):
-        yield "activation", "timm uses the exact GELU (SiLU if gated) for a bare file; a folder can state another"
+        yield "activation", "timm uses the exact GELU (SiLU if gated) for a bare file"
     eps, kind = 1e-5 if has_coarse_norms(vars(config)) else 1e-6, choose_kind(config)
     bias = (config.norm_embedding != "tokens",)
     yield from list_unlike(config, f"timm's {kind}", **SUPPORTED[kind], norm_eps=(eps,), embedding_bias=bias)

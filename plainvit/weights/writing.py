@@ -23,6 +23,7 @@ log = logging.getLogger("plainvit")
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 SUFFIXES = (".safetensors", ".npz", *TORCH_SUFFIXES)  # of files, not of folders
+FOLDER_FORMATS = ("timm", "transformers")
 
 
 class UnsupportedPartError(ValueError):
@@ -41,8 +42,8 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
 
     Args:
         model: The model to write.
-        path: google: an .npz file. plainvit, timm, torchvision, open_clip: a .safetensors file, or .pth for the others.
-            timm: also a folder with its config.json. transformers: a folder.
+        path: google: an .npz file. plainvit: a .safetensors file. timm, torchvision, open_clip: a .safetensors, .pth,
+            .pt or .bin file. timm: also a folder with its config.json. transformers: a folder.
         format: plainvit, google, timm, transformers, torchvision or open_clip.
         drop: Parts of the model to leave out because the format does not support them; otherwise they are an error.
 
@@ -54,7 +55,7 @@ def save(model: ViT | ResNet, path: str | Path, format: str = "plainvit", drop: 
     """
     _check_model(model)
     if format not in own.FORMATS:
-        raise ValueError(f"format {format!r} is unknown; {nearest(format, own.FORMATS)}")
+        raise ValueError(f"--format {format} is unknown; {nearest(format, own.FORMATS)}")
     path = Path(path)
     folder = format == "transformers" or (format == "timm" and path.suffix not in SUFFIXES)
     config, weights = _drop_parts(model, _list_unsupported(format, model.config, folder), drop, format)
@@ -87,11 +88,13 @@ def _check_model(model: object) -> None:
 
 def _check_suffix(path: Path, format: str) -> None:  # noqa: A002
     """Rejects the suffix of another kind of file, which other tools would fail to open."""
+    is_suffix = path.suffix[1:2].isalpha()  # not the number of a version, as in vit-1.5
     written = {"plainvit": (".safetensors",), "google": (".npz",), "transformers": ()}
     allowed = written.get(format, (".safetensors", *TORCH_SUFFIXES))
-    if path.suffix in SUFFIXES and path.suffix not in allowed:
-        kind = f"files that end in {' or '.join(allowed)}" if allowed else "a folder"
-        raise ValueError(f"format {format!r} writes {kind}: give another name than {path.name}")
+    if is_suffix and path.suffix not in allowed and (path.suffix in SUFFIXES or not path.is_dir()):
+        kinds = [f"files that end in {' or '.join(allowed)}"] if allowed else []
+        kinds += ["a folder without suffix"] if format in FOLDER_FORMATS else []
+        raise ValueError(f"--format {format} writes {', or '.join(kinds)}: give another name than {path.name}")
 
 
 def _write_with_sidecar(path: Path, write: Callable[[Path], object], described: dict[str, Any]) -> None:
@@ -193,15 +196,19 @@ def _drop_parts(
     if remaining:
         parts = "; ".join(f"{part} ({why})" for part, why in remaining)
         dropped = [*drop, *(part for part, _ in remaining)]
-        hint = f": add --drop {' '.join(dropped)} to leave it out" if set(dropped) <= set(DROPS) else ""
-        raise UnsupportedPartError(f"format {format!r} does not support {parts}{hint}", (part for part, _ in remaining))
+        hints = [f"add --drop {' '.join(dropped)} to leave it out"] if set(dropped) <= set(DROPS) else []
+        in_sidecar = timm_architectures.list_in_sidecar(model.config) if format == "timm" else ()
+        if all(part in in_sidecar for part, _ in remaining):
+            hints.insert(0, "write a folder, a target without suffix, whose config.json states it")
+        hint = f": {', or '.join(hints)}" if hints else ""
+        raise UnsupportedPartError(f"--format {format} does not support {parts}{hint}", (part for part, _ in remaining))
     config, weights = model.config, {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     for part, _ in unsupported:
         weights = _drop_weights(part, weights)
         config = _drop_from_config(part, config, format)
         log.warning("dropped %s%s", part, ", and the head that reads it" if part == "pre_logits" else "")
     for part in set(drop) - {part for part, _ in unsupported}:
-        log.warning("--drop %s has no effect: format %r supports what the model has", part, format)
+        log.warning("--drop %s has no effect: --format %s supports what the model has", part, format)
     return config, weights
 
 
