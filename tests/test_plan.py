@@ -32,7 +32,7 @@ from plainvit.train.measure import measure_steps
 from plainvit.train.objectives import Classify
 from plainvit.train.optim import Optimizers
 from plainvit.train.run import fit
-from plainvit.train.transfer import resolve
+from plainvit.train.transfer import complete_config
 
 ROOT = Path(__file__).parent.parent
 SMALL = ViTConfig(width=64, depth=2, heads=4, mlp_dim=192, patch=(8, 8), image_size=(32, 24), classes=10)
@@ -266,7 +266,7 @@ def test_known_datasets_are_counted_without_their_held_out_images(data: str, ima
 @pytest.mark.parametrize("name", ["masked-cifar10", "mae-cifar10"])
 def test_self_supervision_is_planned_without_a_head(name: str) -> None:
     config = recipe(name).replace(data="digits")
-    report, trained = plan(config), resolve(config, open_splits(config)).model
+    report, trained = plan(config), complete_config(config, open_splits(config)).model
     assert trained is not None
     assert (report["classes"], report["parameters"]) == (0, cost.parameters(trained))
 
