@@ -1,6 +1,6 @@
 """Images with their predictions: contact sheets (PNG) and the predictions section of a report.
 
-plainvit predict runs/photos photos/ --sheet sheet.png           contact_sheet(source, index, rows)
+plainvit predict runs/photos photos/ --contact-sheet sheet.png           contact_sheet(source, index, rows)
 """
 
 import math
