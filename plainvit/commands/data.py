@@ -54,13 +54,14 @@ def pack(
     """
     from rich.text import Text
 
+    from plainvit.config import pluralize
     from plainvit.data.pack import pack as write_shards
 
     packed = write_shards(data, target, side, quality, data_root)
     unreadable = len(packed["left_out"])
     line = f"packed {packed['images']:,} images ({_format_bytes(packed['bytes'])}) into {target}/"
     if unreadable:
-        line += f"; {unreadable:,} unreadable image{'' if unreadable == 1 else 's'} left out (listed with --json)"
+        line += f"; {pluralize(unreadable, 'unreadable image')} left out (listed with --json)"
     print_result(packed, None if json else Text(line))  # brackets in a path are not markup
 
 

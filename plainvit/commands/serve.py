@@ -62,8 +62,8 @@ def export(
     source = None
     if int8 or not no_verify:
         source = exports.find_images(model, data, data_root)  # before the model, which is slower
-    if int8 and source is None:
-        raise ValueError("--int8 needs photos to measure activations on: name a folder or a dataset with --data")
+    if int8:
+        exports.require_photos(source is not None)
     predictor = _load(model, image_size, pixels)
     loaded = exports.make_noise(predictor) if source is None else exports.load_images(predictor, source, images)[0]
     folder, dtype = out or exports.choose_folder(model), torch.uint8 if input == "uint8" else torch.float32

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plainvit.config import Augment, Preprocess
+from plainvit.config import Augment, Preprocess, pluralize
 from plainvit.data.cache import open_cache
 from plainvit.data.decode import DataError
 from plainvit.data.order import Order, uniforms
@@ -190,8 +190,8 @@ class Loader:
         for index, reason in bad:
             if index not in self.bad:
                 self.bad[index] = reason
-                count = f"{len(self.bad):,} unreadable image{'' if len(self.bad) == 1 else 's'} so far"
-                log.warning("%s: %s (%s)", self.source.name(index), reason, count)
+                count = pluralize(len(self.bad), "unreadable image")
+                log.warning("%s: %s (%s so far)", self.source.name(index), reason, count)
         check_bad_count(len(self.bad), len(self.source))
 
 

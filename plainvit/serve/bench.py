@@ -26,7 +26,7 @@ from plainvit.evaluate.labels import align
 from plainvit.evaluate.predictor import Predictor
 from plainvit.evaluate.statistics import wilson
 from plainvit.serve import make_table
-from plainvit.serve.export import BATCH, export, find_images, load_images, make_noise, time_call
+from plainvit.serve.export import BATCH, export, find_images, load_images, make_noise, require_photos, time_call
 from plainvit.serve.formats import Graph, open_graph
 from plainvit.weights import save
 
@@ -87,8 +87,8 @@ def measure(
     predictor: Predictor, formats: Sequence[str], batches: Sequence[int], photos: Photos | None, seconds: float
 ) -> list[Row]:
     """The rows of each format, such as "torch", "onnx" or "onnx int8"."""
-    if photos is None and any(label.endswith("int8") for label in formats):
-        raise ValueError("--int8 needs photos to measure activations on: name a folder or a dataset with --data")
+    if any(label.endswith("int8") for label in formats):
+        require_photos(photos is not None)
     rows, images = [], photos.images if photos else make_noise(predictor)
     output = "logits" if predictor.classes else "features"
     with TemporaryDirectory(prefix="plainvit-bench-") as name:

@@ -73,6 +73,12 @@ def find_images(source: str | Path, data: str, data_root: str | Path | None) -> 
     return choose_split(source, stored["data"], "", data_root or stored.get("data_root"))
 
 
+def require_photos(is_given: bool) -> None:
+    """Raises ValueError without photos, which only int8 cannot do without."""
+    if not is_given:
+        raise ValueError("--int8 needs photos to measure activations on: name a folder or a dataset with --data")
+
+
 def load_images(predictor: Predictor, source: Source, count: int) -> tuple[Tensor, list[int]]:
     """Up to `count` readable images, spread evenly over the source: uint8 [N, 3, H, W], and their positions."""
     images, positions, reason = [], [], ""

@@ -8,6 +8,7 @@ error.
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import mimetypes
@@ -352,7 +353,8 @@ def open_folder(folder: Path, *, safe_only: bool = False) -> Tensors:
     if (folder / TORCH_INDEX).is_file() and not safe_only:
         return _open_shards(folder / TORCH_INDEX)
     _check_checkpoints(folder)
-    if any((mimetypes.guess_type(path.name)[0] or "").startswith("image/") for path in folder.glob("**/*")):
+    first_files = itertools.islice(folder.glob("**/*"), 1000)  # of a folder that may be a whole disk
+    if any((mimetypes.guess_type(path.name)[0] or "").startswith("image/") for path in first_files):
         raise ValueError(
             f"{folder} has images and no weights: give the model first, as in `plainvit predict MODEL {folder}`, "
             f"or a folder with {SAFE_NAMES[0]}"
